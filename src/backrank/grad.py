@@ -28,8 +28,8 @@ def grad_map(x, fn):
 
     `fn` takes and returns a tensor of x's shape and must not branch on tensor values in Python. It may close over
     tensors that are updated in place between steps: compiled graphs see the updates. Part of the graph, so unlike a
-    module hook it holds under compilation, activation checkpointing and `torch.autograd.grad`. Differentiating twice
-    through it raises RuntimeError.
+    module hook it holds under compilation, activation checkpointing and `torch.autograd.grad`. A second derivative
+    through `fn` raises RuntimeError.
     """
     return _GradMap.apply(x, fn)
 

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from backrank.grad import at_least_float32, gram, gram_pinv
 
@@ -32,17 +31,17 @@ def _residual_(logits, targets):
     """Overwrite a chunk of logits by s * (softmax - onehot); return the summed loss and valid / s as a column.
 
     s is the row's softmax denominator. Left unnormalised, a chunk needs one pass less: the factor goes into the
-    narrow sides of the two products that follow. The onehot is subtracted before them, in full precision, because the
-    residual of a token already learned is a small difference.
+    narrow sides of the two products that follow. The target's entry is minus the sum of the others, not a difference
+    p - 1, so tokens already learned keep their relative precision; log1p does the same for their loss.
     """
     valid = (targets != IGNORE).unsqueeze(1)
     targets = targets.unsqueeze(1).where(valid, 0)
     shift = logits.amax(1, keepdim=True)
     target_logit = logits.gather(1, targets) - shift
-    total = logits.sub_(shift).exp_().sum(1, keepdim=True)
-    logits.scatter_add_(1, targets, -total)
-    loss = (total.log() - target_logit).where(valid, 0.0).sum()
-    return loss, total.reciprocal().where(valid, 0.0)
+    others = logits.sub_(shift).exp_().scatter_(1, targets, 0.0).sum(1, keepdim=True)
+    logits.scatter_(1, targets, -others)
+    loss = (torch.log1p(others + target_logit.expm1()) - target_logit).where(valid, 0.0).sum()
+    return loss, (others + target_logit.exp()).reciprocal().where(valid, 0.0)
 
 
 def _loss_and_gradients(
@@ -115,8 +114,10 @@ class _ChunkedLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g):
+        # once_differentiable is no guard here: g is a constant, so the second derivative would come out as zero.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("chunked_loss is differentiable once; with create_graph=True use plain_loss")
         needed = ctx.needs_input_grad
         dH, dW = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
@@ -139,7 +140,7 @@ def chunked_loss(hidden_ND, weight_VD, targets_N, denominator, rows=None):
 
     Products run in autocast's dtype if it is on, else in the inputs'; softmax, loss and accumulation at least in
     float32; each gradient comes in its input's dtype. A single opaque operator for torch.compile (fullgraph works).
-    Raises RuntimeError if differentiated twice: use `plain_loss` there.
+    Raises RuntimeError under create_graph=True: use `plain_loss` there.
     """
     device = hidden_ND.device.type
     if torch.is_autocast_enabled(device):

@@ -1,8 +1,8 @@
 """Singular values, effective ranks and the walk over a model's matrices.
 
-Spectra come from the float64 Gram matrix of the smaller side, several times faster than an SVD. Its relative error grows
-as sigma falls: below 1e-7 at 1e-5 sigma_1, 1e-5 at 1e-6, 1e-3 at 1e-7; under that the values are noise. Effective ranks
-do not notice.
+Spectra come from the float64 Gram matrix of the smaller side, several times faster than an SVD. The relative error
+grows as sigma falls: below 1e-7 at 1e-5 sigma_1, 1e-5 at 1e-6, 1e-3 at 1e-7; under that the values are noise. Effective
+ranks do not notice.
 
 Shapes: a matrix is n x m; its spectrum s holds min(n, m) values, descending, float64.
 """
