@@ -83,10 +83,11 @@ def test_stdlib_text_ignores_what_is_installed_beside_it(tmp_path):
     )
     (tmp_path / "json").mkdir()
     (tmp_path / "json" / "__init__.py").write_text(
-        '"""Json."""\nclass A:\n    """A.\n\n      in"""\n    def f(): "F"\n'
+        '"""Json."""\nclass A:\n    """A.\n\n      in"""\n    def f(): "F"\n    def g(): "F"\n'
     )
     before = text_module.extract_stdlib(tmp_path)
     assert b"json.A\nA.\n\nin\n\njson.A.f\nF\n" in b"".join(before.values())
+    assert b"json.A.g" not in b"".join(before.values())  # the same docstring again
     for extra in ("site-packages/json", "notstdlib", "json/tests"):
         (tmp_path / extra).mkdir(parents=True)
         (tmp_path / extra / "x.py").write_text('"""Stray."""')
@@ -191,8 +192,9 @@ def test_given_tokenizer(tmp_path, node, folder):
     train_bpe((folder / "train.txt").read_bytes(), 320).save(str(path))
     assert D.load(node(tokenizer=str(path), vocab_size=1000)).vocab_size == 1000  # fewer ids than V is fine
     largest = max(int(getattr(D.load(node(tokenizer=str(path), vocab_size=320)), s).max()) for s in SPLITS)
-    with pytest.raises(ConfigError, match=f"data.vocab_size=300: the largest id in the text is {largest}"):
-        D.load(node(tokenizer=str(path), vocab_size=300))
+    D.load(node(tokenizer=str(path), vocab_size=largest + 1))
+    with pytest.raises(ConfigError, match=f"data.vocab_size={largest}: the largest id in the text is {largest}"):
+        D.load(node(tokenizer=str(path), vocab_size=largest))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "meta"])
@@ -414,5 +416,11 @@ D.check({data!r})
 print(D.load({data!r}).text_hash)
 """
     done = python(code, HF_HUB_OFFLINE="1")
+    fetched = node(source="hub", hub_id=str(made))  # no root: through the package datasets
+    again = python(
+        f"from backrank.config import Data; from backrank import data as D; print(D.load({fetched!r}).text_hash)",
+        HF_HOME=str(tmp_path / "hf"),
+    )
     direct = D.content_hash(node(source="hub", root=str(made)))["text"]
     assert done.stdout.strip() == direct, done.stderr
+    assert again.stdout.strip() == direct, again.stderr
