@@ -173,6 +173,7 @@ def test_head_basis_gives_the_best_approximation():
     for rank in (1, 4, 7):
         V = grad.head_basis(W, rank).double()
         assert V.shape == (8, rank)
+        assert abs(V[:, 0] @ grad.head_basis(W, 1).double()[:, 0]) > 0.999  # largest first
         assert torch.linalg.matrix_norm(W.double() - W.double() @ V @ V.T, 2) == pytest.approx(float(s[rank]), rel=1e-4)
 
 

@@ -54,37 +54,36 @@ def _loss_and_gradients(
     need_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Summed loss, dH and dW (empty where not needed), all in the accumulation dtype."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        vocab = weight.shape[0]
-        dtype = torch.promote_types(product_dtype, torch.float32)
-        same = dtype == product_dtype
-        H, W = hidden.to(product_dtype), weight.to(product_dtype)
-        loss = torch.zeros((), dtype=dtype, device=hidden.device)
-        dH = torch.empty(H.shape if need_hidden else (0,), dtype=dtype, device=hidden.device)
-        dW = torch.zeros(W.shape if need_weight else (0,), dtype=dtype, device=hidden.device)
-        chunks = _chunks(hidden, vocab, rows)
-        widest = chunks[0].stop if chunks else 0
-        buffer = torch.empty(widest, vocab, dtype=dtype, device=hidden.device)
-        products = buffer if same else torch.empty(widest, vocab, dtype=product_dtype, device=hidden.device)
-        for chunk in chunks:
-            h = H[chunk]
-            z, low = buffer[: len(h)], products[: len(h)]
-            torch.mm(h, W.T, out=low)
-            if not same:
-                z.copy_(low)
-            chunk_loss, scale = _residual_(z, targets[chunk])
-            loss += chunk_loss
-            if not same:
-                low.copy_(z)
-            if need_hidden:
-                out = dH[chunk]
-                torch.mul(torch.mm(low, W), scale, out=out)
-            if need_weight:
-                scaled = (h * scale).to(product_dtype)
-                if same:
-                    dW.addmm_(low.T, scaled)
-                else:  # a half-precision accumulator would lose the small chunks
-                    dW += low.T @ scaled
+    vocab = weight.shape[0]
+    dtype = torch.promote_types(product_dtype, torch.float32)
+    same = dtype == product_dtype
+    H, W = hidden.to(product_dtype), weight.to(product_dtype)
+    loss = torch.zeros((), dtype=dtype, device=hidden.device)
+    dH = torch.empty(H.shape if need_hidden else (0,), dtype=dtype, device=hidden.device)
+    dW = torch.zeros(W.shape if need_weight else (0,), dtype=dtype, device=hidden.device)
+    chunks = _chunks(hidden, vocab, rows)
+    widest = chunks[0].stop if chunks else 0
+    buffer = torch.empty(widest, vocab, dtype=dtype, device=hidden.device)
+    products = buffer if same else torch.empty(widest, vocab, dtype=product_dtype, device=hidden.device)
+    for chunk in chunks:
+        h = H[chunk]
+        z, low = buffer[: len(h)], products[: len(h)]
+        torch.mm(h, W.T, out=low)
+        if not same:
+            z.copy_(low)
+        chunk_loss, scale = _residual_(z, targets[chunk])
+        loss += chunk_loss
+        if not same:
+            low.copy_(z)
+        if need_hidden:
+            out = dH[chunk]
+            torch.mul(torch.mm(low, W), scale, out=out)
+        if need_weight:
+            scaled = (h * scale).to(product_dtype)
+            if same:
+                dW.addmm_(low.T, scaled)
+            else:  # a half-precision accumulator would lose the small chunks
+                dW += low.T @ scaled
     return loss, dH, dW
 
 
@@ -143,10 +142,9 @@ def chunked_loss(hidden_ND, weight_VD, targets_N, denominator, rows=None):
     Raises RuntimeError under create_graph=True: use `plain_loss` there.
     """
     device = hidden_ND.device.type
-    if torch.is_autocast_enabled(device):
+    product_dtype = torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
+    if torch.is_autocast_enabled(device) and product_dtype != torch.float64:  # autocast leaves float64 alone
         product_dtype = torch.get_autocast_dtype(device)
-    else:
-        product_dtype = torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
     if not torch.is_grad_enabled():  # needs_input_grad stays true under no_grad and would pay for both gradients
         hidden_ND, weight_VD = hidden_ND.detach(), weight_VD.detach()
     return _ChunkedLoss.apply(hidden_ND, weight_VD, targets_N, product_dtype, rows) / denominator
