@@ -1,0 +1,276 @@
+"""Typed configuration: schema, validation across fields, run identity. Imports no torch.
+
+The order of events for every run: Hydra composes into the dataclasses below (typos and wrong types end there),
+`validate` checks fields against each other, the data is looked at, the run folder is claimed, and only then is torch
+imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+SCALES = ("smoke", "laptop", "cpu", "paper")
+
+
+class ConfigError(Exception):
+    """Bad input: names the key, the value and the remedy in one line."""
+
+    def __init__(self, key: str, value: Any, problem: str, remedy: str):
+        super().__init__(f"{key}={value}: {problem}. {remedy}")
+        self.key, self.value, self.problem, self.remedy = key, value, problem, remedy
+
+
+@dataclass
+class Model:
+    """Backbone and head. width D, heads H; `head_std` is the standard deviation of a dense head's elements at init."""
+
+    kind: str = "gpt2"
+    layers: int = MISSING
+    width: int = MISSING
+    heads: int = 4
+    tied: bool = False
+    head_std: float = 0.02
+
+
+@dataclass
+class Data:
+    """Where text comes from and how it becomes token ids.
+
+    source: `stdlib` (documentation that ships with Python), `text` (UTF-8 files under `path`), `hub` (a `datasets`
+    data set: a local parquet folder `<root>/<name>` or `<root>` itself first, the hub otherwise).
+    tokenizer: `bytes`, `bpe` (byte-level BPE of `vocab_size` trained on the train split, cached by content), or the path
+    of a tokenizer.json. Evaluation reads the first `eval_tokens` ids of a split (null: all).
+    """
+
+    name: str = MISSING
+    source: str = MISSING
+    path: str | None = None
+    root: str | None = None
+    hub_id: str | None = None
+    hub_config: str | None = None
+    column: str = "text"
+    tokenizer: str = "bytes"
+    vocab_size: int = 256
+    sequence: int = 128
+    eval_tokens: int | None = None
+    cache: str = MISSING
+
+
+@dataclass
+class Optim:
+    """Optimiser and schedule. lr is the peak rate; `warmup` in steps; cosine ends at `final` times the peak.
+
+    `decay` lists the kinds of parameters that weight decay acts on: matrix, embedding, head, vector.
+    """
+
+    name: str = "adamw"
+    lr: float = MISSING
+    weight_decay: float = 0.01
+    decay: list[str] = field(default_factory=lambda: ["matrix", "embedding", "head"])
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    momentum: float = 0.9
+    schedule: str = "cosine"
+    warmup: int = 50
+    final: float = 0.1
+    clip: float = 1.0
+
+
+@dataclass
+class Train:
+    """steps are optimiser updates; `batch` is sequences in a forward pass, `accumulate` forward passes in a step."""
+
+    steps: int = MISSING
+    batch: int = 8
+    accumulate: int = 1
+    loss: str = "chunked"
+    amp: str = "none"
+    compile: str = "none"
+    checkpointing: bool = False
+
+
+@dataclass
+class Every:
+    """Cadences in steps; none of them changes the training. 0 switches one off; the end is always evaluated."""
+
+    log: int = 50
+    eval: int = 100
+    eval_tokens: int = 20480
+    checkpoint: int = 200
+
+
+@dataclass
+class Logger:
+    """name: `jsonl` (the local record alone) or `wandb` (mirrors it; never in the way of a run)."""
+
+    name: str = "jsonl"
+    project: str = "backrank"
+    entity: str | None = None
+    mode: str = "auto"
+    timeout_s: float = 10.0
+
+
+@dataclass
+class Search:
+    """Hyper-parameter search on one seed: several keys of `grids` mean their product; an arm's own grids replace them."""
+
+    seed: int = 1
+    split: str = "validation"
+    grids: dict[str, list[float]] = field(default_factory=dict)
+    arms: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Plan:
+    """The arms of an experiment (name -> overrides), its seeds, and its search."""
+
+    arms: dict[str, list[str]] = field(default_factory=dict)
+    seeds: list[int] = field(default_factory=lambda: [1])
+    paper_seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])
+    search: Search = field(default_factory=Search)
+
+
+@dataclass
+class Config:
+    scale: str = "laptop"
+    experiment: str | None = None
+    arm: str | None = None
+    label: str | None = None
+    seed: int = 1
+    device: str = "auto"
+    runs: str = MISSING
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+    train: Train = field(default_factory=Train)
+    every: Every = field(default_factory=Every)
+    intervention: dict[str, Any] = field(default_factory=dict)
+    probe: dict[str, Any] = field(default_factory=dict)
+    logger: Logger = field(default_factory=Logger)
+    plan: Plan = field(default_factory=Plan)
+
+
+# ----------------------------------------------------------------------------------------------------- validation
+
+CHOICES = {
+    "scale": SCALES,
+    "device": ("auto", "cpu", "cuda"),
+    "model.kind": ("gpt2",),
+    "data.source": ("stdlib", "text", "hub"),
+    "optim.name": ("adamw", "sgd"),
+    "optim.schedule": ("cosine", "constant"),
+    "train.loss": ("chunked", "plain", "torch", "liger"),
+    "train.amp": ("none", "bf16"),
+    "train.compile": ("none", "aot_eager", "inductor"),
+    "logger.name": ("jsonl", "wandb"),
+    "logger.mode": ("auto", "online", "offline"),
+    "plan.search.split": ("validation", "test"),
+}
+POSITIVE = ("model.layers", "model.width", "model.heads", "data.vocab_size", "data.sequence", "train.steps",
+            "train.batch", "train.accumulate", "optim.lr", "model.head_std")
+NOT_NEGATIVE = ("seed", "optim.weight_decay", "optim.warmup", "optim.final", "optim.momentum", "optim.clip",
+                "optim.eps", "every.log", "every.eval", "every.checkpoint", "logger.timeout_s")
+PARAMETER_KINDS = ("matrix", "embedding", "head", "vector")
+
+
+def nearest(name: str, known: Any) -> str:
+    """The remedy for an unknown name: the nearest known one, and the list."""
+    known = sorted(str(k) for k in known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return (f"Did you mean {close[0]}? " if close else "") + "Known: " + ", ".join(known)
+
+
+def keys(cfg: DictConfig, prefix: str = "") -> list[str]:
+    """Every dotted key of a config."""
+    found = []
+    for key in cfg:
+        full = f"{prefix}{key}"
+        found.append(full)
+        node = OmegaConf.to_container(cfg, resolve=False).get(key)
+        if isinstance(node, dict):
+            found += keys(cfg._get_node(key), full + ".")
+    return found
+
+
+def validate(cfg: DictConfig) -> None:
+    """Checks fields against each other before anything is allocated. Raises ConfigError for the first that fails."""
+    for missing in sorted(OmegaConf.missing_keys(cfg)):
+        raise ConfigError(missing, "???", "has no value", f"Set it: {missing}=<value>, or pick experiment=<paper>/<name>")
+    for key, known in CHOICES.items():
+        value = OmegaConf.select(cfg, key)
+        if value not in known:
+            raise ConfigError(key, value, "is not known", nearest(str(value), known))
+    for key in POSITIVE + NOT_NEGATIVE:
+        value = OmegaConf.select(cfg, key)
+        if not math.isfinite(value) or value < 0 or (value == 0 and key in POSITIVE):
+            bound = "greater than 0" if key in POSITIVE else "0 or greater"
+            raise ConfigError(key, value, f"must be finite and {bound}", f"Set {key} to a number {bound}")
+    for kind in cfg.optim.decay:
+        if kind not in PARAMETER_KINDS:
+            raise ConfigError("optim.decay", kind, "is no kind of parameter", nearest(kind, PARAMETER_KINDS))
+    if len(cfg.optim.betas) != 2 or not all(0 <= b < 1 for b in cfg.optim.betas):
+        raise ConfigError("optim.betas", list(cfg.optim.betas), "needs two numbers in [0, 1)", "For example [0.9,0.95]")
+    if cfg.model.width % cfg.model.heads:
+        raise ConfigError("model.width", cfg.model.width, f"is not divisible by model.heads={cfg.model.heads}",
+                          "Change one of the two")
+    if cfg.data.eval_tokens is not None and cfg.data.eval_tokens < cfg.data.sequence:
+        raise ConfigError("data.eval_tokens", cfg.data.eval_tokens,
+                          f"is less than one sequence (data.sequence={cfg.data.sequence})", "Raise it, or null for all")
+    from .interventions import INTERVENTIONS
+    from .probes import PROBES
+
+    for group, known in (("intervention", INTERVENTIONS), ("probe", PROBES)):
+        for name in cfg[group]:
+            if name not in known:
+                raise ConfigError(group, name, "is not known", nearest(name, known))
+            make(known[name], cfg[group][name]).check(cfg)
+
+
+def make(cls: type, node: Any) -> Any:
+    """An intervention or probe from its settings, which the schema has typed already."""
+    settings = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else dict(node)
+    fields = set(cls.__dataclass_fields__)
+    for key in settings:
+        if key not in fields:
+            raise ConfigError(f"{cls.name()}.{key}", settings[key], "is no setting of it", nearest(key, fields))
+    return cls(**settings)
+
+
+# -------------------------------------------------------------------------------------------------------- identity
+
+# Where a run is kept, what watches it and what it is called do not change its numbers.
+NOT_IDENTITY = ("scale", "experiment", "arm", "label", "runs", "device", "every", "probe", "logger", "plan")
+NOT_IDENTITY_DATA = ("name", "path", "root", "hub_id", "hub_config", "source", "column", "cache", "tokenizer")
+
+
+def canonical(cfg: DictConfig, data_hash: dict[str, str]) -> dict[str, Any]:
+    """The part of the resolved config that decides a run's numbers, with the content of its data in place of paths."""
+    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    for key in NOT_IDENTITY:
+        plain.pop(key)
+    for key in NOT_IDENTITY_DATA:
+        plain["data"].pop(key)
+    plain["data"]["content"] = dict(data_hash)
+    # a list, since the order in which the gradient meets them matters
+    plain["intervention"] = [[name, settings] for name, settings in plain["intervention"].items()]
+    return plain
+
+
+def run_id(cfg: DictConfig, data_hash: dict[str, str]) -> str:
+    """Run identity: 12 hex digits of the hash of `canonical`; asking twice for the same run continues the same run."""
+    return hash_of(canonical(cfg, data_hash))
+
+
+def hash_of(plain: dict[str, Any]) -> str:
+    text = json.dumps(plain, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
