@@ -1,0 +1,72 @@
+"""What an intervention is, and the only places where it can act.
+
+set-up   `transform_head`  replace the head before training (the head and its generator in, a head out)
+hidden   `hidden`          a grad_map on the hidden state in front of the head (N x D)
+weight   `weight`          a grad_map on the head's weight where the head uses it (V x D); a tied embedding keeps its own
+update   `before_update`, `after_update`   around the optimiser's step
+`begin_step` comes before the forward passes of a step and may refresh what the maps read.
+
+A subclass is a dataclass whose fields are its settings. It imports torch inside its methods only, since settings are
+read before torch is loaded. What it declares below is what the tests, the validation and the report read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from omegaconf import DictConfig
+
+from ..config import ConfigError
+from ..plugins import snake
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor, nn
+
+
+@dataclass
+class Intervention:
+    # settings with which the tests run it on a model of width 8 and vocabulary 32
+    example: ClassVar[dict[str, Any]] = {}
+    # settings under which it must equal ordinary backpropagation there, if there are any
+    neutral: ClassVar[dict[str, Any] | None] = None
+    # the loss of the first step is the ordinary one, bit for bit
+    keeps_forward: ClassVar[bool] = True
+    accepts_tied: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.state: dict[str, Tensor] = {}  # what a resumed run needs: kept in the checkpoint
+
+    @classmethod
+    def name(cls) -> str:
+        return snake(cls.__name__)
+
+    def refuse(self, key: str, value: Any, problem: str, remedy: str) -> None:
+        raise ConfigError(f"intervention.{self.name()}.{key}", value, problem, remedy)
+
+    def check(self, cfg: DictConfig) -> None:
+        """Raises ConfigError for settings, or a combination with the rest of the config, that is not exact."""
+        if cfg.model.tied and not self.accepts_tied:
+            raise ConfigError("model.tied", True, f"cannot go with intervention {self.name()}", "Set model.tied=false")
+
+    def check_rank(self, rank: int, width: int) -> None:
+        if not 1 <= rank <= width:
+            self.refuse("rank", rank, f"is not between 1 and model.width={width}", f"Use 1 to {width}")
+
+    def transform_head(self, head: nn.Module, generator: Generator, std: float) -> nn.Module:
+        return head
+
+    def begin_step(self, step: int, head: nn.Module) -> None:
+        pass
+
+    def hidden(self, hidden_ND: Tensor) -> Tensor:
+        return hidden_ND
+
+    def weight(self, weight_VD: Tensor) -> Tensor:
+        return weight_VD
+
+    def before_update(self, head: nn.Module) -> None:
+        pass
+
+    def after_update(self, head: nn.Module) -> None:
+        pass

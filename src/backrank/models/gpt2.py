@@ -1,0 +1,33 @@
+"""GPT-2 by `transformers`: pre-norm blocks, 4x GELU feed-forward, learned positions, dropout 0."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2Model
+
+
+class Gpt2(nn.Module):
+    def __init__(self, config: GPT2Config):
+        super().__init__()
+        self.model = GPT2Model(config)
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        return self.model.wte
+
+    def checkpoint_activations(self) -> None:
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model.train()
+
+    def forward(self, x_BT: Tensor) -> Tensor:
+        return self.model(input_ids=x_BT, use_cache=False).last_hidden_state
+
+
+def build(model: DictConfig, data: DictConfig) -> nn.Module:
+    """gelu_pytorch_tanh is GPT-2's own gelu_new as one kernel. sdpa attention; the learned positions are one sequence."""
+    config = GPT2Config(
+        vocab_size=data.vocab_size, n_positions=data.sequence, n_embd=model.width, n_layer=model.layers,
+        n_head=model.heads, activation_function="gelu_pytorch_tanh", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        use_cache=False, attn_implementation="sdpa", bos_token_id=None, eos_token_id=None)
+    return Gpt2(config)
