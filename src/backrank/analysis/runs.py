@@ -1,0 +1,133 @@
+"""Run folders -> committed rows: runs.csv, layers.parquet and search.csv of a paper and scale. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from ..recorder import atomic_write, read_rows
+from ..rundir import RunDir, code_hash
+
+if TYPE_CHECKING:
+    from ..plan import Job, Study
+
+KEYS = ["experiment", "arm", "seed", "stage", "id"]
+LAYER_COLUMNS = ["step", "layer", "kind", "part", "erank", "erank_sigma", "participation", "stable_rank", "sigma_1",
+                 "frobenius"]
+
+
+def row_of(job: Job, rundir: RunDir, study: Study, chosen: bool) -> dict[str, Any] | None:
+    """One row of runs.csv, or None while the run is neither done nor failed."""
+    summary, meta, failed = (rundir.read(n) for n in ("summary.json", "meta.json", "failed.json"))
+    if summary is None and failed is None:
+        return None
+    paper, experiment = job.experiment.split("/")
+    cfg = study.config(job.arm)[0]
+    settings = dict(job.settings)
+    meta = meta or {}
+    row = {
+        "id": job.id, "paper": paper, "experiment": experiment, "arm": job.arm, "scale": study.scale, "seed": job.seed,
+        "stage": job.stage, "searched": job.seed == study.plan.search.seed, "status": "done" if summary else "failed",
+        "diverged": bool(failed and failed["diverged"]) and not summary, "lr": settings.get("optim.lr", cfg.optim.lr),
+        "weight_decay": cfg.optim.weight_decay, "optimizer": cfg.optim.name, "params": meta.get("params"),
+        "data": meta.get("data"), "data_hash": meta.get("data_hash"), "tokenizer_hash": meta.get("tokenizer_hash"),
+        "code_hash": meta.get("code_hash"),
+        "stale": meta.get("code_hash") != code_hash(cfg.model.kind, list(cfg.intervention)),
+        "device": meta.get("device"), "threads": meta.get("threads"), "torch": meta.get("versions", {}).get("torch"),
+        "git_sha": meta.get("git_sha"), "dirty": meta.get("dirty"), "started": meta.get("started"),
+        "order_hash": meta.get("order_hash", "")[:12], "init_hash": meta.get("init_hash", {}).get("backbone", "")[:12],
+    }
+    for key, value in (summary or {}).items():
+        row[key.replace("val/", "val_").replace("test/", "test_").replace("train/", "train_")] = value
+    return row
+
+
+def collect(studies: Sequence[Study], root: Path, folder: Path) -> pd.DataFrame:
+    """Joins the local runs of these studies with the committed rows of `folder` by id and writes them back.
+
+    A local run replaces the committed row of its key; rows that only exist committed stay.
+    """
+    from ..sweep import Sweep
+
+    rows, layers, searches = [], [], []
+    for study in studies:
+        progress = Sweep([study], root, committed=committed_losses(folder)).progress()[0]
+        for job in progress.jobs:
+            rundir = RunDir(root, job.id)
+            if (row := row_of(job, rundir, study, True)) is None:
+                continue
+            rows.append(row)
+            if row["status"] == "done" and job.stage == "final":
+                experiment = job.experiment.split("/")[1]
+                for layer in read_rows(rundir.path / "layers.jsonl", finished=True):
+                    layers.append({"id": job.id, "experiment": experiment, "arm": job.arm, "seed": job.seed,
+                                   **{c: layer.get(c) for c in LAYER_COLUMNS}})
+        for c in progress.choices:
+            for key in c.best:
+                searches.append({
+                    "experiment": c.experiment.split("/")[1], "arm": c.arm, "seed": c.seed, "split": c.split, "key": key,
+                    "grid": json.dumps([p[key] for p in c.points]), "losses": json.dumps(finite(c.losses)),
+                    "test_losses": json.dumps(finite(c.test_losses)), "choice": c.best[key], "edge": c.edge,
+                    "extended": c.extended, "runs": json.dumps(c.runs)})
+    folder.mkdir(parents=True, exist_ok=True)
+    merged = merge(folder / "runs.csv", rows, ["experiment", "arm", "seed", "id"])
+    merge(folder / "search.csv", searches, ["experiment", "arm", "key"])
+    merge(folder / "layers.parquet", layers, ["id", "experiment", "step", "layer", "kind"])
+    return merged
+
+
+def finite(values: Sequence[float]) -> list[float | None]:
+    return [v if v < float("inf") else None for v in values]
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    if not path.exists():
+        return pd.DataFrame()
+    return pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, dtype={"id": str, "arm": str,
+                                                                                            "code_hash": str})
+
+
+def merge(path: Path, rows: list[dict[str, Any]], keys: list[str]) -> pd.DataFrame:
+    """Old rows and new ones, the new winning by key; sorted, so that a diff shows what is new."""
+    frames = [f for f in (read_table(path), pd.DataFrame(rows)) if len(f)]
+    if not frames:
+        return pd.DataFrame()
+    table = pd.concat(frames, ignore_index=True).drop_duplicates(keys, keep="last").sort_values(keys, ignore_index=True)
+    if path.suffix == ".parquet":
+        import io
+
+        buffer = io.BytesIO()
+        for column in table.columns:
+            if table[column].dtype == "float64":
+                table[column] = table[column].astype("float32")
+        table.to_parquet(buffer, index=False, compression="zstd")
+        atomic_write(path, buffer.getvalue())
+    else:
+        atomic_write(path, table.to_csv(index=False))
+    return table
+
+
+def committed_losses(folder: Path) -> dict[str, dict[str, float]]:
+    """id -> final losses by split of the committed rows; a diverged run's are infinite."""
+    table = read_table(folder / "runs.csv")
+    losses = {}
+    for row in table.to_dict("records"):
+        if row["status"] == "done":
+            losses[row["id"]] = {"validation": row["val_loss"], "test": row["test_loss"]}
+        elif row.get("diverged"):
+            losses[row["id"]] = {"validation": float("inf"), "test": float("inf")}
+    return losses
+
+
+def seconds_by_experiment(folder: Path) -> dict[tuple[str, str], float]:
+    """(experiment, scale) -> mean core seconds of a committed run."""
+    found = {}
+    for path in folder.glob("*/runs.csv"):
+        table = read_table(path)
+        for name, group in table[table.status == "done"].groupby("experiment"):
+            found[f"{folder.name}/{name}", path.parent.name] = float(group["core_s"].mean())
+    return found

@@ -1,0 +1,182 @@
+"""From an experiment's plan to runs, in two stages: each arm's search on one seed, then its choice on every seed.
+
+A plan has no state of its own: what comes next is a function of the losses that are there, so a sweep that was stopped,
+or is shared by several machines, goes on from the run folders alone. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from . import data
+from .compose import compose, key_of
+from .config import CONFIGS, ConfigError, canonical, hash_of, nearest, validate
+from .run import settle_paths
+
+EXTENSIONS = 2  # how often a grid grows when the best value sits on its edge
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a plan: `overrides` compose its config, `id` is its identity."""
+
+    experiment: str
+    arm: str
+    seed: int
+    stage: str  # search or final
+    id: str
+    overrides: tuple[str, ...]
+    settings: tuple[tuple[str, float], ...] = ()
+
+    def __str__(self) -> str:
+        values = " ".join(f"{key.split('.')[-1]}={value:g}" for key, value in self.settings)
+        return f"{self.experiment.split('/')[-1]} {self.arm} seed {self.seed} {values}".rstrip()
+
+
+@dataclass
+class Choice:
+    """The outcome of one arm's search; losses are those of the selecting split, test losses stand beside them."""
+
+    experiment: str
+    arm: str
+    seed: int
+    split: str
+    points: list[dict[str, float]]
+    losses: list[float]
+    test_losses: list[float]
+    runs: list[str]
+    best: dict[str, float]
+    edge: bool
+    extended: int
+
+
+@dataclass
+class Progress:
+    """What an experiment's plan says now: runs known so far, choices made, and how many runs are still to be named."""
+
+    jobs: list[Job] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    unnamed: int = 0
+    blocked: list[str] = field(default_factory=list)  # arms whose search has a failed run
+
+
+# What is known of a run: None (not finished), or its losses by split; a diverged run has infinite ones.
+Losses = Callable[[str], dict[str, float] | None]
+
+
+def experiments(paper: str | None = None) -> list[str]:
+    """Names of all experiment files, `<paper>/<name>`, by name."""
+    root = CONFIGS / "experiment"
+    return sorted(p.relative_to(root).with_suffix("").as_posix() for p in (root / (paper or "")).rglob("*.yaml"))
+
+
+class Study:
+    """One experiment at one scale."""
+
+    def __init__(self, experiment: str | None, scale: str, extra: Sequence[str] = (), arms: Sequence[str] | None = None,
+                 seeds: Sequence[int] | None = None):
+        self.name, self.scale = experiment or "run", scale
+        self.common = [*([f"experiment={experiment}"] if experiment else []), f"scale={scale}", *extra]
+        base = compose(self.common)
+        self.plan = base.plan
+        planned = list(self.plan.arms)
+        for arm in arms or ():
+            if arm not in planned:
+                raise ConfigError("arm", arm, f"is no arm of experiment {experiment}", nearest(arm, planned))
+        self.arms = list(arms or planned or [""])  # without a plan: the config itself, no arm
+        self.seeds = [int(s) for s in (seeds or self.plan.seeds)]
+        self.fixed = {key_of(o) for o in extra}
+        self._configs: dict[str, tuple[DictConfig, dict[str, str]]] = {}
+        self._canonical: dict[str, dict[str, Any]] = {}
+        self._ids: dict[tuple[Any, ...], str] = {}
+
+    def pick(self, arm: str) -> list[str]:
+        return [f"arm={arm}"] if arm else []
+
+    def config(self, arm: str) -> tuple[DictConfig, dict[str, str]]:
+        """The composed config of an arm and the content hashes of its data."""
+        if arm not in self._configs:
+            own = [o for o in self.plan.arms.get(arm, []) if key_of(o) not in self.fixed]
+            cfg = compose([*own, *self.common, *self.pick(arm)])
+            validate(cfg)
+            settle_paths(cfg)
+            data.check(cfg.data)
+            self._configs[arm] = cfg, data.content_hash(cfg.data)
+        return self._configs[arm]
+
+    def job(self, arm: str, seed: int, stage: str, settings: dict[str, float]) -> Job:
+        key = (arm, seed, *sorted(settings.items()))
+        if key not in self._ids:
+            if arm not in self._canonical:
+                self._canonical[arm] = canonical(*self.config(arm))
+            plain = copy.deepcopy(self._canonical[arm])
+            plain["seed"] = seed
+            for name, value in settings.items():
+                *parents, last = name.split(".")
+                node = plain
+                for parent in parents:
+                    node = node[parent]
+                node[last] = value
+            self._ids[key] = hash_of(plain)
+        overrides = (*self.common, *self.pick(arm), f"seed={seed}", *(f"{k}={v!r}" for k, v in settings.items()))
+        return Job(self.name, arm, seed, stage, self._ids[key], overrides, tuple(settings.items()))
+
+    def grids(self, arm: str) -> dict[str, list[float]]:
+        """The arm's own grids if it has any, without keys fixed on the command line."""
+        search = OmegaConf.to_container(self.plan.search, resolve=True)
+        own = (search["arms"].get(arm) or {}).get("grids", search["grids"])  # type: ignore[index, call-overload]
+        return {key: sorted(float(v) for v in values) for key, values in own.items() if key not in self.fixed}
+
+    def progress(self, losses: Losses, failed: Callable[[str], bool] = lambda _: False) -> Progress:
+        out = Progress()
+        for arm in self.arms:
+            best, unnamed = self._search(arm, losses, failed, out)
+            if best is None:
+                out.unnamed += unnamed
+                continue
+            known = {job.id for job in out.jobs}
+            out.jobs += [j for s in self.seeds if (j := self.job(arm, s, "final", best)).id not in known]
+        return out
+
+    def _search(self, arm: str, losses: Losses, failed: Callable[[str], bool], out: Progress):
+        """Adds the arm's search runs and its choice; returns the best settings, or None and how many runs must wait."""
+        grids, seed, split = self.grids(arm), self.plan.search.seed, self.plan.search.split
+        extended = 0
+        while True:
+            points = [dict(zip(grids, values, strict=True)) for values in itertools.product(*grids.values())]
+            if len(points) == 1:
+                return points[0], 0
+            jobs = [self.job(arm, seed, "search", p) for p in points]
+            found = [losses(j.id) for j in jobs]
+            if any(f is None for f in found):
+                out.jobs += jobs
+                if any(f is None and failed(j.id) for f, j in zip(found, jobs, strict=True)):
+                    out.blocked.append(arm)
+                return None, len([s for s in self.seeds if s != seed])
+            values = [f[split] for f in found]  # type: ignore[index]
+            best = points[min(range(len(points)), key=lambda i: values[i])]
+            if not math.isfinite(min(values)):
+                out.jobs += jobs
+                out.blocked.append(arm)
+                return None, 0
+            edges = {k: g for k, g in grids.items() if len(g) > 1 and best[k] in (g[0], g[-1])}
+            if edges and extended < EXTENSIONS:
+                extended += 1
+                for key, grid in edges.items():
+                    low = best[key] == grid[0]
+                    step = grid[1] / grid[0] if low else grid[-1] / grid[-2]
+                    new = float(f"{grid[0] / step if low else grid[-1] * step:.3g}")
+                    grids[key] = sorted([*grid, new])
+                continue
+            out.jobs += [Job(**{**vars(j), "stage": "final"}) if p == best and seed in self.seeds else j
+                         for j, p in zip(jobs, points, strict=True)]
+            out.choices.append(Choice(self.name, arm, seed, split, points, values, [f["test"] for f in found],
+                                      [j.id for j in jobs], best, bool(edges), extended))
+            return best, 0

@@ -1,0 +1,254 @@
+"""Whole papers: plan, run, collect, report. What the Makefile's targets and -m call; imports no torch.
+
+    python -m backrank.reproduce run|plan|status|report <paper> [<paper> ...]
+
+Settings come from the environment, so that no value needs quoting: SCALE, ONLY (experiments), SEEDS, JOBS, DEVICE, LOGGER,
+REUSE=1 (committed rows count as done), FRESH=1 (rerun what older code made), FORCE=1 (a report of fewer runs).
+BACKRANK_DATA and BACKRANK_RUNS are read by the configs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .config import ROOT, SCALES, ConfigError, nearest
+from .plan import Study, experiments
+from .rundir import RunDir
+from .sweep import Sweep, default_workers
+
+RESULTS = ROOT / "results"
+PAPERS = ("backward_bottleneck", "lost_in_backprop", "causal_test")
+
+
+def split(value: str | None) -> list[str]:
+    return [v.strip() for v in (value or "").split(",") if v.strip()]
+
+
+def number(name: str, value: str, least: int) -> int:
+    try:
+        if int(value) >= least:
+            return int(value)
+    except ValueError:
+        pass
+    raise ConfigError(name, value, f"is no whole number of {least} or more", f"For example {name}={least + 1}")
+
+
+class Settings:
+    """The environment, checked."""
+
+    def __init__(self, env: Mapping[str, str] = os.environ):
+        self.scale = env.get("SCALE") or "laptop"
+        if self.scale not in SCALES:
+            raise ConfigError("SCALE", self.scale, "is not known", nearest(self.scale, SCALES))
+        self.only = split(env.get("ONLY"))
+        self.seeds = [number("SEEDS", s, 0) for s in split(env.get("SEEDS"))] or None
+        self.jobs = number("JOBS", env["JOBS"], 1) if env.get("JOBS") else default_workers()
+        self.fresh, self.reuse, self.force = (env.get(k) not in (None, "", "0") for k in ("FRESH", "REUSE", "FORCE"))
+        self.extra = [f"{key}={env[name]}" for name, key in (("DEVICE", "device"), ("LOGGER", "logger")) if env.get(name)]
+
+    def studies(self, paper: str) -> list[Study]:
+        names = experiments(paper)
+        if not names:
+            raise ConfigError("paper", paper, "has no experiments", nearest(paper, PAPERS))
+        chosen = []
+        for name in self.only:
+            full = name if "/" in name else f"{paper}/{name}"
+            if full not in names:
+                raise ConfigError("ONLY", name, f"is no experiment of {paper}", nearest(name, [n.split("/")[1] for n in names]))
+            chosen.append(full)
+        return [Study(name, self.scale, self.extra, seeds=self.seeds) for name in chosen or names]
+
+
+def studies_of(point: dict[str, str], arms: Sequence[str] | None, seeds: Sequence[str] | None) -> list[Study]:
+    """The study of one point of a command-line sweep."""
+    point = dict(point)
+    experiment, scale = point.pop("experiment", None), point.pop("scale", "laptop")
+    if experiment is not None and experiment not in experiments():
+        raise ConfigError("experiment", experiment, "does not exist", nearest(experiment, experiments()))
+    extra = [f"{key}={value}" for key, value in point.items()]
+    return [Study(experiment, scale, extra, arms, [number("seed", s, 0) for s in seeds] if seeds else None)]
+
+
+def runs_root(studies: Sequence[Study]) -> Path:
+    from .run import runs_root as of
+
+    return of(studies[0].config(studies[0].arms[0])[0])
+
+
+def execute(studies: Sequence[Study], env: Mapping[str, str] = os.environ, **options: Any) -> int:
+    """Runs the studies with JOBS workers; returns the exit code."""
+    settings = Settings(env)
+    started = time.time()
+    for study in studies:  # all bad input is found before anything runs
+        for arm in study.arms:
+            study.config(arm)
+    sweep = Sweep(studies, runs_root(studies), settings.jobs, settings.fresh, **options)
+    code = sweep.run()
+    print(f"{len(sweep.ran)} runs done, {len(sweep.skipped)} skipped, {len(sweep.failed)} failed "
+          f"in {(time.time() - started) / 60:.1f} min; folders in {sweep.root}")
+    return code
+
+
+# ------------------------------------------------------------------------------------------------------ the commands
+
+
+def run(paper: str, settings: Settings) -> int:
+    from .analysis.runs import collect, committed_losses
+
+    studies = settings.studies(paper)
+    folder = RESULTS / paper / settings.scale
+    last = [time.time()]
+
+    def collect_now_and_then() -> None:
+        if time.time() - last[0] > 60:
+            collect(studies, runs_root(studies), folder)
+            last[0] = time.time()
+
+    committed = committed_losses(folder) if settings.reuse else {}
+    try:
+        code = execute(studies, committed=committed, after_each=collect_now_and_then)
+    finally:
+        collect(studies, runs_root(studies), folder)
+    if code != 130:
+        report(paper, settings)
+    if settings.scale != "paper":
+        slug = paper.replace("_", "-")
+        print(f"At the paper's sizes: make reproduce-{slug} SCALE=paper DATA=<folder>; what it takes: "
+              f"make plan-{slug} SCALE=paper")
+    return code
+
+
+def report(paper: str, settings: Settings) -> int:
+    from .analysis.report import report as write
+
+    studies = settings.studies(paper)
+    from .analysis.runs import collect
+
+    collect(studies, runs_root(studies), RESULTS / paper / settings.scale)
+    path = write(paper, settings.scale, RESULTS, force=settings.force)
+    print(f"report: {path}")
+    return 0
+
+
+def plan(paper: str, settings: Settings) -> int:
+    """What `run` would do: runs done and left, hours, disk, and whether the data is there."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from .analysis.runs import seconds_by_experiment
+
+    table = Table(title=f"{paper} at scale {settings.scale}, JOBS={settings.jobs}")
+    for column in ("experiment", "arms", "seeds", "done", "left", "core hours left", "disk MiB left", "data"):
+        table.add_column(column, justify="left" if column in ("experiment", "data") else "right")
+    total, known = 0.0, seconds_by_experiment(RESULTS / paper)
+    missing: list[str] = []
+    for study in settings.studies(paper):
+        try:
+            cfg, hashes = study.config(study.arms[0])
+        except ConfigError as error:
+            missing.append(f"{study.name}: {error}")
+            table.add_row(study.name, str(len(study.arms)), str(len(study.seeds)), "?", "?", "?", "?", "missing")
+            continue
+        sweep = Sweep([study], runs_root([study]))
+        progress = sweep.progress()[0]
+        done = sum(sweep.settled(study, j) for j in progress.jobs)
+        left = len(progress.jobs) - done + progress.unnamed
+        seconds = known.get((study.name, settings.scale)) or guess_seconds(cfg)
+        hours = left * seconds / 3600
+        total += hours
+        table.add_row(study.name, str(len(study.arms)), str(len(study.seeds)), str(done), str(left), f"{hours:.2f}",
+                      f"{left * 8 * parameters(cfg) / 2**20:.0f}", f"{cfg.data.name} {hashes['text'][:8]}")
+    console = Console(width=max(100, Console().width))
+    console.print(table)
+    console.print(f"about {total:.2f} core hours, {total / settings.jobs:.2f} hours with JOBS={settings.jobs}")
+    for line in missing:
+        console.print(line, markup=False)
+    return 2 if missing else 0
+
+
+def parameters(cfg: Any) -> int:
+    m, d = cfg.model, cfg.data
+    return 12 * m.layers * m.width**2 + (2 * d.vocab_size + d.sequence) * m.width
+
+
+def guess_seconds(cfg: Any) -> float:
+    """A run's seconds on one core from its arithmetic (6 FLOP a parameter and token) at 15 GFLOP/s: within a factor 2."""
+    tokens = cfg.train.steps * cfg.train.batch * cfg.train.accumulate * cfg.data.sequence
+    evaluated = 2 * (cfg.data.eval_tokens or 1_000_000)
+    return parameters(cfg) * (6 * tokens + 2 * evaluated) / 15e9 + cfg.train.steps * 0.015
+
+
+def status(papers: Sequence[str], settings: Settings) -> int:
+    """The state of every run of the plans, as the folders tell it."""
+    from collections import Counter
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"scale {settings.scale}")
+    for column in ("experiment", "done", "running", "failed", "interrupted", "pending", "stale"):
+        table.add_column(column, justify="left" if column == "experiment" else "right")
+    failures = []
+    for paper in papers:
+        for study in settings.studies(paper):
+            try:
+                sweep = Sweep([study], runs_root([study]))
+            except ConfigError as error:
+                failures.append(f"{study.name}: {error}")
+                continue
+            progress = sweep.progress()[0]
+            states: Counter[str] = Counter()
+            for job in progress.jobs:
+                rundir = RunDir(sweep.root, job.id)
+                state = rundir.state()
+                states[state] += 1
+                if state == "done" and not is_fresh(rundir, study, job.arm):
+                    states["stale"] += 1
+                if state == "failed":
+                    why = (rundir.read("failed.json") or {}).get("message", "")
+                    failures.append(f"failed {job.id} {job}: {why} (log: {rundir.path / 'log.txt'})")
+                if state == "running":
+                    failures.append(f"running {job.id} {job}: {rundir.holder()}")
+            states["pending"] += progress.unnamed
+            table.add_row(study.name, *(str(states[c]) for c in ("done", "running", "failed", "interrupted", "pending",
+                                                                 "stale")))
+    console = Console(width=max(100, Console().width))
+    console.print(table)
+    for line in failures:
+        console.print(line, markup=False)
+    return 0
+
+
+def is_fresh(rundir: RunDir, study: Study, arm: str) -> bool:
+    from .run import is_current
+
+    return is_current(rundir, study.config(arm)[0], fresh=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    commands = {"run": run, "plan": plan, "report": report}
+    if not argv or argv[0] not in (*commands, "status"):
+        print(__doc__, file=sys.stderr)
+        return 2
+    command, papers = argv[0], [p.replace("-", "_") for p in argv[1:]]
+    papers = papers or [p for p in PAPERS if experiments(p)]
+    if command != "run":  # looking never fetches
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        settings = Settings()
+        if command == "status":
+            return status(papers, settings)
+        return max(commands[command](paper, settings) for paper in papers)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

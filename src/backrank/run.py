@@ -1,0 +1,250 @@
+"""One run, or with -m a sweep: compose -> validate -> look at the data -> claim the folder -> build -> fit -> summary.
+
+    python -m backrank.run experiment=causal_test/byte_heads arm=backward_r8 seed=1
+    python -m backrank.run -m experiment=causal_test/byte_heads scale=laptop
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from . import data
+from .compose import compose_run, quote_text
+from .config import CONFIGS, ROOT, ConfigError, run_id, validate
+from .mirror import WandbMirror
+from .recorder import Recorder, atomic_write, disk, read_rows
+from .rundir import Held, RunDir, code_hash, provenance, write_json
+
+log = logging.getLogger("backrank")
+EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
+
+
+@dataclass(frozen=True)
+class Outcome:
+    id: str
+    status: str  # done: it was finished already; ran: it is now
+    summary: dict[str, Any]
+
+
+def runs_root(cfg: DictConfig) -> Path:
+    root = Path(cfg.runs)
+    return root if root.is_absolute() else ROOT / root
+
+
+def settle_paths(cfg: DictConfig) -> None:
+    """Relative folders are relative to the project, whatever the working directory."""
+    if not Path(cfg.data.cache).is_absolute():
+        cfg.data.cache = str(ROOT / cfg.data.cache)
+
+
+def identify(cfg: DictConfig) -> tuple[str, dict[str, str]]:
+    """Run id and content hashes of the data; raises ConfigError for anything wrong. Loads no torch."""
+    validate(cfg)
+    settle_paths(cfg)
+    data.check(cfg.data)
+    hashes = data.content_hash(cfg.data)
+    return run_id(cfg, hashes), hashes
+
+
+def watched(cfg: DictConfig) -> dict[str, Any]:
+    return {key: OmegaConf.to_container(cfg[key], resolve=True) for key in ("every", "probe")}
+
+
+def covers(have: dict[str, Any], want: dict[str, Any]) -> bool:
+    """Whether a record holds what another asks for: its probes with their settings, and cadences that divide its own."""
+
+    def divides(a: int, b: int) -> bool:
+        return b == 0 or (a > 0 and b % a == 0)
+
+    every = all(have["every"][k] == v if k == "eval_tokens" else divides(have["every"][k], v)
+                for k, v in want["every"].items() if k in ("eval", "eval_tokens"))
+    return every and all(
+        name in have["probe"] and divides(have["probe"][name]["every"], p["every"])
+        and {**have["probe"][name], "every": 0} == {**p, "every": 0} for name, p in want["probe"].items())
+
+
+def widen(cfg: DictConfig, have: dict[str, Any]) -> None:
+    """Adds to the probes of a config those a record holds beside them, so that a rerun loses nothing."""
+    for name, settings in have["probe"].items():
+        if name not in cfg.probe:
+            OmegaConf.update(cfg, f"probe.{name}", settings, force_add=True)
+
+
+def is_current(rundir: RunDir, cfg: DictConfig, fresh: bool) -> bool:
+    """Whether a finished run holds what this config asks for; with `fresh` it must also come from the current code."""
+    meta = rundir.read("meta.json") or {}
+    stale = meta.get("code_hash") != code_hash(cfg.model.kind, list(cfg.intervention))
+    return bool(meta) and covers(meta["watched"], watched(cfg)) and not (fresh and stale)
+
+
+def run_one(cfg: DictConfig, fresh: bool = False) -> Outcome:
+    """Runs, continues or skips one run. `fresh` starts stale, failed and unfinished ones anew.
+
+    Raises ConfigError for bad input, Held if another process has the run, Interrupted after a signal; any other error is
+    written to the run's own log and failed.json, and raised.
+    """
+    identity, hashes = identify(cfg)
+    rundir = RunDir(runs_root(cfg), identity)
+    code = code_hash(cfg.model.kind, list(cfg.intervention))
+    with rundir.claim():
+        meta = rundir.read("meta.json")
+        if meta is not None:
+            stale = meta["code_hash"] != code
+            if rundir.done:
+                if is_current(rundir, cfg, fresh):
+                    return Outcome(identity, "done", rundir.read("summary.json") or {})
+                widen(cfg, meta["watched"])
+                rundir.set_aside()
+            # what two versions of the code, or two sets of probes, wrote half each is no record of either
+            elif fresh or stale or meta["watched"] != watched(cfg):
+                rundir.set_aside()
+        elif rundir.path.exists():
+            rundir.set_aside()
+        return Outcome(identity, "ran", fit(cfg, rundir, hashes, code))
+
+
+def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> dict[str, Any]:
+    """Builds and trains in a claimed folder, from its checkpoint if it has one."""
+    with disk(rundir.root):
+        rundir.path.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(rundir.path / "log.txt")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    recorder, ended = None, "failed"
+    cpu, wall = time.process_time(), time.perf_counter()
+    try:
+        tokens = data.load(cfg.data)
+        from .build import build  # from here on torch is loaded
+
+        recorder = Recorder(rundir.path, WandbMirror(rundir.path, cfg.logger) if cfg.logger.name == "wandb" else None)
+        trainer, record = build(cfg, tokens, rundir, recorder)
+        atomic_write(rundir.path / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        write_json(rundir.path / "meta.json", {
+            **provenance(), **record, "id": rundir.id, "code_hash": code, "data": cfg.data.name, "data_hash": hashes["text"],
+            "tokenizer_hash": hashes["tokenizer"], "watched": watched(cfg), "seed": cfg.seed, "experiment": cfg.experiment,
+            "scale": cfg.scale, "arm": cfg.arm, "label": cfg.label})
+        state = rundir.load()
+        if state is None:
+            recorder.truncate({})
+        else:
+            trainer.restore(state)
+            log.info("continuing at step %d", trainer.step)
+        (rundir.path / "failed.json").unlink(missing_ok=True)
+        trainer.fit()
+        recorder.flush()
+        summary = summarise(rundir.path) | {
+            "id": rundir.id, "steps": trainer.step, "wall_s": round(trainer.elapsed(), 3),
+            "core_s": round(trainer.elapsed() / (time.perf_counter() - wall) * (time.process_time() - cpu), 3)}
+        rundir.save({"step": trainer.step, "task": trainer.task.state_dict()})  # weights alone, for later studies
+        write_json(rundir.path / "summary.json", summary)
+        ended = "done"
+        return summary
+    except BaseException as error:
+        if type(error).__name__ == "Interrupted" or isinstance(error, KeyboardInterrupt):
+            ended = "interrupted"
+        else:
+            log.error("%s", traceback.format_exc())
+            write_json(rundir.path / "failed.json", {
+                "error": type(error).__name__, "message": str(error), "time": time.time(),
+                "diverged": type(error).__name__ == "NonFiniteLoss"})
+        raise
+    finally:
+        if recorder:
+            recorder.close(0 if ended == "done" else 1)
+        log.removeHandler(handler)
+        handler.close()
+
+
+def summarise(folder: Path) -> dict[str, Any]:
+    """First and last value of every metric but the per-step ones: `<name>@0` at the start, `<name>` at the end."""
+    summary: dict[str, Any] = {}
+    for row in read_rows(folder / "metrics.jsonl", finished=True):
+        for name, value in row.items():
+            if name in ("step", "nonfinite") or name.startswith(("time/", "rank/") + ("val/curve",)) and name != "rank/weight_mean":
+                continue
+            if row["step"] == 0:
+                summary[f"{name}@0"] = value
+            else:
+                summary[name] = value
+    return summary
+
+
+# ------------------------------------------------------------------------------------------------------ entry point
+
+
+def single(overrides: Sequence[str]) -> int:
+    """`python -m backrank.run` without -m."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    try:
+        cfg = compose_run(overrides)
+        outcome = run_one(cfg, fresh=bool(os.environ.get("FRESH")))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except Held as error:
+        print(f"{error}; nothing to do here", file=sys.stderr)
+        return 0
+    except Exception as error:
+        if type(error).__name__ == "Interrupted":
+            print(error, file=sys.stderr)
+            return EXIT_INTERRUPTED
+        if not logging.getLogger("backrank").handlers:
+            traceback.print_exc()
+        print(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    said = "was done already" if outcome.status == "done" else "done"
+    print(f"{outcome.id} {said}: val/loss {outcome.summary.get('val/loss')} in {runs_root(cfg) / outcome.id}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Single runs are composed here; -m and Hydra's own flags go through Hydra, whose sweeper is the plan."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not any(a.startswith("-") for a in argv):
+        return single(argv)
+    import hydra
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here whole, to be said in one line
+    sys.argv = [sys.argv[0], *quote_text(argv)]
+    from . import interventions, probes  # noqa: F401
+
+    codes: list[int] = []
+
+    @hydra.main(config_path=str(CONFIGS), config_name="run", version_base="1.3")
+    def job(cfg: DictConfig) -> int:
+        from hydra.core.hydra_config import HydraConfig
+
+        codes.append(single(list(HydraConfig.get().overrides.task)))
+        return codes[-1]
+
+    try:
+        result = job()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except Exception as error:
+        from hydra.errors import HydraException
+        from omegaconf.errors import OmegaConfBaseException
+
+        if isinstance(error, (HydraException, OmegaConfBaseException)):
+            from .compose import explain
+
+            print(f"error: {explain(error, [a for a in argv if not a.startswith('-')])}", file=sys.stderr)
+            return EXIT_CONFIG
+        raise
+    return result if isinstance(result, int) else max(codes, default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

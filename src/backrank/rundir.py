@@ -1,0 +1,186 @@
+"""A run's folder: who holds it, what state it is in, its checkpoint and its provenance. Imports no torch at the top.
+
+`<root>/<id>/` holds config.yaml, meta.json, metrics.jsonl, layers.jsonl, checkpoint.pt, log.txt and, last and atomic,
+summary.json: a folder with a summary is done. failed.json tells why a run stopped with an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from .config import ROOT, ConfigError
+from .recorder import atomic_write, disk
+
+
+class Held(Exception):
+    """Another process is working on this run."""
+
+
+class RunDir:
+    def __init__(self, root: Path | str, run_id: str):
+        self.root, self.id = Path(root), run_id
+        self.path = self.root / run_id
+        self.lock = self.root / ".locks" / run_id
+
+    # ------------------------------------------------------------------------------------------------------- state
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """A JSON file of the folder; None if there is none. Written atomically, so a torn one is an error."""
+        path = self.path / name
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise ConfigError("runs", path, f"is no valid JSON ({error})", f"Run with FRESH=1, or move {self.path} away") \
+                from None
+
+    @property
+    def done(self) -> bool:
+        return (self.path / "summary.json").exists()
+
+    def state(self) -> str:
+        """done, running, failed, interrupted or pending."""
+        if self.done:
+            return "done"
+        if self.holder():
+            return "running"
+        if (self.path / "failed.json").exists():
+            return "failed"
+        return "interrupted" if self.path.exists() else "pending"
+
+    def holder(self) -> str | None:
+        """Who holds the lock now, if anybody does."""
+        try:
+            with open(self.lock) as f:
+                fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return None
+        except BlockingIOError:
+            return self.lock.read_text().strip() or "another process"
+        return None
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """One writer a folder, over processes and machines; freed by the system when the holder dies. Raises Held."""
+        with disk(self.root):
+            self.lock.parent.mkdir(parents=True, exist_ok=True)
+            f = open(self.lock, "a+")  # noqa: SIM115 - held until the run ends
+        with f:
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Held(f"run {self.id} is held by {self.holder() or 'another process'}") from None
+            f.truncate(0)
+            f.write(f"{socket.gethostname()} pid {os.getpid()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+            f.flush()
+            yield
+            f.truncate(0)
+
+    def set_aside(self) -> None:
+        """Moves the folder to `<id>.old-<n>`: nothing is overwritten."""
+        if self.path.exists():
+            n = 1
+            while (target := self.root / f"{self.id}.old-{n}").exists():
+                n += 1
+            self.path.rename(target)
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint.pt"
+
+    def save(self, state: dict[str, Any]) -> None:
+        import torch
+
+        partial = self.checkpoint.with_suffix(".tmp")
+        with disk(self.path):
+            torch.save(state, partial)
+            os.replace(partial, self.checkpoint)
+
+    def load(self) -> dict[str, Any] | None:
+        """The checkpoint, or None. Only tensors and plain data are unpickled."""
+        import torch
+
+        if not self.checkpoint.exists():
+            return None
+        try:
+            return torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ConfigError("runs", self.checkpoint, f"cannot be read as a checkpoint ({type(error).__name__})",
+                              f"FRESH=1 starts run {self.id} anew and keeps this folder as {self.id}.old-<n>") from error
+
+
+# ------------------------------------------------------------------------------------------------------- provenance
+
+# The modules that decide a run's numbers; those of models and interventions count for the runs that use them.
+NUMERIC = ("trainer", "task", "head", "grad", "seeding", "optim", "build", "data/tokens", "interventions/base")
+
+
+@functools.cache
+def _stripped_file(path: Path) -> str:
+    return stripped(path.read_text())
+
+
+def code_hash(model_kind: str, interventions: list[str]) -> str:
+    """Hash of the numeric modules without comments, docstrings and layout: 12 hex digits."""
+    from .interventions import INTERVENTIONS
+
+    own = Path(__file__).parent
+    files = [own / f"{name}.py" for name in (*NUMERIC, f"models/{model_kind}")]
+    files += sorted({Path(sys.modules[INTERVENTIONS[i].__module__].__file__ or "") for i in interventions})
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(_stripped_file(path).encode())
+    return digest.hexdigest()[:12]
+
+
+def stripped(source: str) -> str:
+    """Python source without comments, docstrings and layout."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body
+            if body and isinstance(body[0], ast.Expr) and isinstance(getattr(body[0], "value", None), ast.Constant):
+                node.body = body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def git(*args: str) -> str:
+    try:
+        return subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def provenance() -> dict[str, Any]:
+    """Where a run comes from: git state, versions, machine, command."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "numpy", "tokenizers"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = ""
+    diff = git("diff", "HEAD", "--", "src", "configs")
+    return {"git_sha": git("rev-parse", "HEAD"), "dirty": bool(diff), "diff": diff[:200_000], "versions": versions,
+            "host": socket.gethostname(), "command": " ".join(sys.argv), "started": time.strftime("%Y-%m-%dT%H:%M:%S")}
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    atomic_write(path, json.dumps(value, indent=1, sort_keys=True) + "\n")

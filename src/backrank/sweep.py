@@ -1,0 +1,290 @@
+"""Executes plans: JOBS worker processes, each run in its own locked folder, whatever finishes opening what comes next.
+
+Finished runs are skipped, interrupted ones continue, a failed one stops no sibling, a run that another process holds is
+waited for. The folders are the only state, so several machines may execute the same plan at once. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .config import ConfigError
+from .plan import Job, Progress, Study
+from .run import is_current
+from .rundir import Held, RunDir, write_json
+
+
+@dataclass
+class Sweep:
+    """Runs of several studies at once. `committed` (id -> losses) counts as done where it is given."""
+
+    studies: Sequence[Study]
+    root: Path
+    workers: int = 1
+    fresh: bool = False
+    committed: dict[str, dict[str, float]] = field(default_factory=dict)
+    said: Callable[[str], None] = lambda line: print(line, flush=True)
+    after_each: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.cond = threading.Condition()
+        self.workers_alive: list[Worker | InProcess] = []
+        self.running: set[str] = set()
+        self.held: set[str] = set()
+        self.failed: dict[str, tuple[Job, str]] = {}
+        self.ran: dict[str, float] = {}  # id -> wall seconds in this call
+        self.skipped: set[str] = set()
+        self.stopping = False
+        self._losses: dict[str, dict[str, float]] = {}
+
+    # --------------------------------------------------------------------------------------------- what is known
+
+    def losses(self, run: str) -> dict[str, float] | None:
+        if run not in self._losses:
+            found = finished_losses(RunDir(self.root, run)) or self.committed.get(run)
+            if found is None:
+                return None
+            self._losses[run] = found
+        return self._losses[run]
+
+    def progress(self) -> list[Progress]:
+        return [study.progress(self.losses, lambda run: run in self.failed) for study in self.studies]
+
+    def next_job(self) -> Job | None:
+        """A run that nobody has in hand and that is not done yet; what is done already is counted on the way."""
+        for study, progress in zip(self.studies, self.progress(), strict=True):
+            for job in progress.jobs:
+                if job.id in self.running | self.held | self.skipped or job.id in self.ran or job.id in self.failed:
+                    continue
+                if self.settled(study, job):
+                    self.skipped.add(job.id)
+                    continue
+                return job
+        return None
+
+    def settled(self, study: Study, job: Job) -> bool:
+        """Whether a run needs no work: finished with all that this experiment asks for, or a search that diverged."""
+        rundir, cfg = RunDir(self.root, job.id), study.config(job.arm)[0]
+        if rundir.done:
+            return is_current(rundir, cfg, self.fresh)
+        if job.id in self.committed:
+            return True
+        known = self.losses(job.id)
+        return job.stage == "search" and known is not None and not self.fresh
+
+    # ------------------------------------------------------------------------------------------------- execution
+
+    def run(self) -> int:
+        """Executes until nothing is left. Returns the exit code: 0, 1 if a run failed, 130 after Ctrl-C."""
+        main = threading.current_thread() is threading.main_thread()
+        if self.workers == 1:
+            self._loop(InProcess(self.fresh))
+        else:
+            previous = {n: signal.signal(n, self._interrupt) for n in (signal.SIGINT, signal.SIGTERM)} if main else {}
+            try:
+                threads = [threading.Thread(target=self._loop, args=(Worker(self.fresh, n),)) for n in range(self.workers)]
+                for t in threads:
+                    t.start()
+                while any(t.is_alive() for t in threads):
+                    time.sleep(0.1)
+            finally:
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
+        self._report()
+        return 130 if self.stopping else 1 if self.failed else 0
+
+    def _interrupt(self, number: int, frame: Any) -> None:
+        if not self.stopping:
+            self.said("stopping: runs in hand are saved, the same command continues them")
+            self.stopping = True
+            for worker in self.workers_alive:
+                worker.interrupt()
+
+    def _loop(self, worker: Worker | InProcess) -> None:
+        self.workers_alive.append(worker)
+        try:
+            while not self.stopping:
+                with self.cond:
+                    job = self.next_job()
+                    if job is None:
+                        if not self.running and not self.held:
+                            return
+                        if not self.running:  # all that is left is in other hands: see whether they have finished
+                            self.held.clear()
+                        self.cond.wait(1.0)  # or a sibling's result opens more
+                        continue
+                    self.running.add(job.id)
+                status, detail = worker.execute(job)
+                with self.cond:
+                    self.running.discard(job.id)
+                    self._settle(job, status, detail)
+                    self.cond.notify_all()
+        finally:
+            worker.close()
+
+    def _settle(self, job: Job, status: str, detail: Any) -> None:
+        self._losses.pop(job.id, None)
+        if status == "held":
+            self.held.add(job.id)
+        elif status == "done":
+            self.skipped.add(job.id)
+        elif status == "interrupted" or self.stopping and status == "died":
+            self.stopping = True
+        elif status == "ran":
+            self.ran[job.id] = detail["wall_s"]
+            self.say(job, f"{detail.get('val/loss', float('nan')):.4f} in {detail['wall_s']:.0f} s")
+            self.after_each()
+        elif status == "diverged" and job.stage == "search":  # a result of the search
+            self.ran[job.id] = 0.0
+            self.say(job, f"diverged: {detail}")
+        else:
+            if status == "died":
+                write_json(RunDir(self.root, job.id).path / "failed.json",
+                           {"error": "WorkerDied", "message": detail, "time": time.time(), "diverged": False})
+            self.failed[job.id] = job, str(detail)
+            self.say(job, f"FAILED: {detail}")
+
+    def say(self, job: Job, what: str) -> None:
+        jobs = [j for p in self.progress() for j in p.jobs]
+        unnamed = sum(p.unnamed for p in self.progress())
+        done = sum(self.losses(j.id) is not None for j in jobs)
+        left = len(jobs) - done + unnamed - sum(j.id in self.failed for j in jobs)
+        mine = [s for s in self.ran.values() if s]
+        eta = f", about {left * sum(mine) / len(mine) / self.workers / 60:.0f} min" if mine and left else ""
+        self.said(f"[{done}/{len(jobs) + unnamed}] {job}: {what}  (failed {len(self.failed)}, left {left}{eta})")
+
+    def _report(self) -> None:
+        if self.skipped:
+            self.said(f"{len(self.skipped)} runs were done already and left as they are")
+        blocked = {f"{s.name} {arm}" for s, p in zip(self.studies, self.progress(), strict=True) for arm in p.blocked}
+        for name in sorted(blocked):
+            self.said(f"{name}: its search has no usable result, so its final runs wait")
+        if self.failed:
+            self.said(f"{len(self.failed)} runs failed; the same command tries them again:")
+            for job, why in self.failed.values():
+                self.said(f"  {job.id} {job}: {why} (log: {self.root / job.id / 'log.txt'})")
+
+
+def finished_losses(rundir: RunDir) -> dict[str, float] | None:
+    """Final losses by split of a finished run; infinite ones of a run that diverged; None otherwise."""
+    summary = rundir.read("summary.json")
+    if summary is not None:
+        return {"validation": summary["val/loss"], "test": summary["test/loss"]}
+    failed = rundir.read("failed.json")
+    if failed and failed["diverged"]:
+        return {"validation": float("inf"), "test": float("inf")}
+    return None
+
+
+def attempt(job: Job, fresh: bool) -> tuple[str, Any]:
+    """Runs one job in this process: (status, summary or message)."""
+    from .compose import compose_run
+    from .run import run_one
+
+    try:
+        outcome = run_one(compose_run(job.overrides), fresh)
+        if outcome.id != job.id:
+            return "failed", f"the config or its data changed since it was planned as {job.id}; start the command again"
+        return outcome.status, outcome.summary
+    except Held as error:
+        return "held", str(error)
+    except Exception as error:
+        kind = type(error).__name__
+        status = {"Interrupted": "interrupted", "NonFiniteLoss": "diverged"}.get(kind, "failed")
+        return status, str(error) if isinstance(error, ConfigError) else f"{kind}: {error}"
+
+
+class InProcess:
+    """One worker in the calling process."""
+
+    def __init__(self, fresh: bool):
+        self.fresh = fresh
+
+    def execute(self, job: Job) -> tuple[str, Any]:
+        return attempt(job, self.fresh)
+
+    def interrupt(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Worker:
+    """A process that runs one job after another (torch is imported once); if it dies, only its job fails."""
+
+    def __init__(self, fresh: bool, number: int):
+        self.fresh, self.number = fresh, number
+        self.process: subprocess.Popen[str] | None = None
+
+    def execute(self, job: Job) -> tuple[str, Any]:
+        if self.process is None or self.process.poll() is not None:
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+            if gpus():
+                env["CUDA_VISIBLE_DEVICES"] = str(gpus()[self.number % len(gpus())])
+            # its own session: Ctrl-C reaches the parent, which passes it on once
+            self.process = subprocess.Popen([sys.executable, "-m", "backrank.sweep"], stdin=subprocess.PIPE,
+                                            stdout=subprocess.PIPE, text=True, env=env, start_new_session=True)
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps({**vars(job), "fresh": self.fresh}) + "\n")
+        self.process.stdin.flush()
+        reply = self.process.stdout.readline()
+        if reply:
+            status, detail = json.loads(reply)
+            return status, detail
+        code = self.process.wait()
+        return "died", f"the worker was killed by {signal.Signals(-code).name}" if code < 0 else \
+            f"the worker ended with exit code {code}"
+
+    def interrupt(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def close(self) -> None:
+        if self.process is not None and self.process.stdin:
+            self.process.stdin.close()
+            self.process.wait()
+
+
+def gpus() -> list[str]:
+    """The visible NVIDIA devices, without torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [v for v in visible.split(",") if v]
+    return [str(n) for n in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))]
+
+
+def default_workers() -> int:
+    """One process a GPU, else one single-threaded process a core."""
+    return len(gpus()) or len(os.sched_getaffinity(0))
+
+
+def worker_main() -> None:
+    """stdin: one job a line; stdout: one reply a line. Stops, saving the run in hand, when its parent is gone."""
+    parent, replies, sys.stdout = os.getppid(), sys.stdout, sys.stderr
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+    for line in sys.stdin:
+        given = json.loads(line)
+        fresh = given.pop("fresh")
+        job = Job(**{**given, "overrides": tuple(given["overrides"]), "settings": tuple(map(tuple, given["settings"]))})
+        print(json.dumps(attempt(job, fresh)), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    worker_main()
