@@ -91,7 +91,7 @@ def test_ranks_of_known_spectra():
 def test_rank_edge_cases(W, rank):
     row = spectra.spectrum_row("w", W)
     assert row["erank"] == row["erank_sigma"] == pytest.approx(rank, abs=1e-6)
-    assert row["zero"] == (rank == 0) and row["nonfinite"] == 0
+    assert row["zero"] == (rank == 0) and row["nonfinite_entries"] == 0
     assert all(math.isfinite(row[key]) for key in SPECTRAL)
     assert row["shape"] == list(W.shape)
 
@@ -114,7 +114,7 @@ def test_non_finite_weights_are_counted_and_have_no_rank():
     nan[3, 5] = math.nan
     inf[:2, 7] = -math.inf
     rows = spectra.spectrum_rows({"a": nan, "b": draw(64, 64, 2), "c": inf})
-    assert [(row["layer"], row["nonfinite"]) for row in rows] == [("a", 1), ("b", 0), ("c", 2)]
+    assert [(row["layer"], row["nonfinite_entries"]) for row in rows] == [("a", 1), ("b", 0), ("c", 2)]
     for row in rows[::2]:
         assert all(row[key] is None for key in SPECTRAL) and not row["zero"]
     assert rows[1] == spectra.spectrum_row("b", draw(64, 64, 2))

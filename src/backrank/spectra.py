@@ -162,10 +162,10 @@ def marchenko_pastur_erank(n, m):
 
 
 def spectrum_rows(matrices):
-    """One dict per entry of {name: weight}: layer, shape, zero, nonfinite and the spectral values.
+    """One dict per entry of {name: weight}: layer, shape, zero, nonfinite_entries and the spectral values.
 
     erank, erank_sigma, participation, stable_rank are counts of dimensions; sigma_1 and frobenius in the weight's
-    units. `nonfinite` counts NaN and infinite entries; if there are any, every spectral value is None.
+    units. `nonfinite_entries` counts NaN and infinite entries; if there are any, every spectral value is None.
     """
     matrices = {name: as_matrix(weight) for name, weight in matrices.items()}
     rows = []
@@ -181,7 +181,7 @@ def spectrum_rows(matrices):
             "frobenius": lambda s: float(torch.linalg.vector_norm(s)),
         }
         rows.append(
-            {"layer": name, "shape": list(W.shape), "nonfinite": nonfinite, "zero": not bool(W.any())}
+            {"layer": name, "shape": list(W.shape), "nonfinite_entries": nonfinite, "zero": not bool(W.any())}
             | {key: None if nonfinite else value(s) for key, value in values.items()}
         )
     return rows
