@@ -1,0 +1,1 @@
+"""From committed rows to verdicts, tables, figures and a report. Imports no torch."""
