@@ -171,6 +171,16 @@ def test_labels_are_spread():
     assert np.all(np.diff(moved) >= 0.1 - 1e-12) and moved.mean() == pytest.approx(0.2575)
 
 
+def test_order_of_arms():
+    arms = ["backward_r16", "backward_r4", "backward_r8", "ordinary"]
+    assert tables.order(arms, {"": "ordinary"}) == ["ordinary", "backward_r16", "backward_r8", "backward_r4"]
+    arms = ["w64_256", "w32_4096", "w32_1024", "w32_256"]
+    wanted = ["w32_256", "w32_1024", "w32_4096", "w64_256"]
+    assert tables.order(arms, {"w32_": "w32_256", "w64_": "w64_256"}) == wanted
+    assert tables.order(["sgd_a", "sgd_full", "adamw_a"], {"adamw_": "adamw_full", "sgd_": "sgd_full"}) == [
+        "adamw_a", "sgd_full", "sgd_a"]  # fmt: skip
+
+
 def test_markdown_escapes_bars():
     assert tables.markdown(pd.DataFrame({"a": ["x|y"]})).splitlines()[2] == "| x\\|y |"
 

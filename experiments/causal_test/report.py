@@ -7,6 +7,7 @@ from matplotlib import colormaps
 from backrank.analysis import stats
 from backrank.analysis.figures import BLACK, BLUE, GREY, ORANGE, Missing, mean_ci, new, spread
 from backrank.analysis.report import Results
+from backrank.analysis.tables import order
 
 KINDS = {"backward": ("backward only", BLUE), "factorised": ("factorised", ORANGE)}
 MODELS = {"byte": ("byte_heads", [16, 8, 4]), "subword": ("subword_heads", [48])}
@@ -31,8 +32,9 @@ def _models(r: Results):
 def penalties(r: Results):
     """Penalty over ordinary backpropagation by rank, with the published points beside."""
     models = _models(r)
-    widths = [len(ranks) + 1.2 for _, _, ranks in models]
+    widths = [len(ranks) + 1.3 for _, _, ranks in models]
     figure, axes = new(3.2 + 2.2 * len(models), 4.4, len(models), width_ratios=widths, sharey=True)
+    at = {}  # where each label of a panel would stand: beside its last pair of points
     for ax, (name, experiment, ranks) in zip(axes, models, strict=True):
         ordinary = r.values(experiment, "ordinary")
         for i, rank in enumerate(ranks):
@@ -42,13 +44,17 @@ def penalties(r: Results):
                 p = r.claims.published[f"{name}.{kind}_r{rank}.delta"]
                 bar = None if np.isnan(p.low) else [[p.value - p.low], [p.high - p.value]]
                 ax.errorbar(i + offset + 0.06, p.value, bar, fmt="D", ms=5, capsize=3, color=colour, lw=1, **HOLLOW)
-                if i == len(ranks) - 1:
-                    ax.text(i + offset + 0.16, (e.mean + p.value) / 2, label, color=colour, va="center")
+                at[ax, label, colour] = (e.mean + p.value) / 2
         ax.axhline(0, color=BLACK, lw=0.8)
         ax.set_xticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-        ax.set_xlim(-0.5, len(ranks) - 1 + 0.95)
+        ax.set_xlim(-0.5, len(ranks) - 1 + 1.25)
         ax.grid(axis="x", visible=False)
         ax.set_title(f"{name} model")
+    gap = 0.07 * np.ptp(axes[0].get_ylim())
+    for ax, (_, _, ranks) in zip(axes, models, strict=True):
+        mine = {key: y for key, y in at.items() if key[0] is ax}
+        for (_, label, colour), y in zip(mine, spread(list(mine.values()), gap), strict=True):
+            ax.text(len(ranks) - 1 + 0.32, y, label, color=colour, va="center", bbox={"fc": "white", "ec": "none", "pad": 1})
     axes[0].set_ylabel("penalty in loss (nats)")
     figure.suptitle("filled: ours, 95 % interval over paired seeds    hollow: published (paper's scale)", fontsize=9,
                     x=0.01, ha="left", color=GREY)  # fmt: skip
@@ -114,7 +120,8 @@ def rotation(r: Results):
     """How far the head's column space has turned at the end, by arm."""
     rows = []
     for experiment in ("byte_heads", "subword_heads", "residual_usage"):
-        for arm in dict.fromkeys(r.runs[r.runs["experiment"] == experiment]["arm"]):
+        baselines = r.claims.experiments[experiment]["baselines"]
+        for arm in order(r.runs[r.runs["experiment"] == experiment]["arm"], baselines):
             if _has(r, experiment, [arm], "rotation/mean_cos"):
                 rows.append((experiment, arm))
     if not rows:
@@ -154,17 +161,20 @@ def ranks(r: Results):
     figure, axes = new(2.6 * len(start) + 0.8, 3.8, len(start), sharey=True)
     # Viridis without its yellow end, which vanishes on white; it stays ordered in grey and for the colour-blind.
     colour = {d: colormaps["viridis"](0.85 * i / max(len(depths) - 1, 1)) for i, d in enumerate(depths)}
+    lowest = float(np.nanmin(wide)) - 0.04 * height
     for ax, (matrix, first) in zip(axes, start.items(), strict=True):
         curves = {d: wide.loc[(matrix, str(d))].dropna() for d in depths if (matrix, str(d)) in wide.index}
         last = max(curve.index[-1] for curve in curves.values())
         labels = spread([curve.iloc[-1] for curve in curves.values()], 0.06 * height)
         for (d, curve), y in zip(curves.items(), labels, strict=True):
             ax.plot(curve.index, curve, color=colour[d], lw=1.6)
+            lowest = min(lowest, y - 0.04 * height)
             ax.text(last * 1.03, y, f"layer {d}", color=colour[d], va="center", fontsize=8.5)
         ax.set_xlim(0, last * 1.32)
         ax.set_xticks(np.linspace(0, last, 3).round().astype(int))
         ax.set_title(f"{matrix}\n{first:.1f} at the start", fontsize=9.5)
         ax.set_xlabel("step")
+    axes[0].set_ylim(bottom=lowest)
     axes[0].set_ylabel("effective rank / its initial value")
     return figure
 

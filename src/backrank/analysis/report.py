@@ -114,8 +114,8 @@ def _head(r: Results, runs: pd.DataFrame, planned, committed: dict[str, str]) ->
     seeds = sorted(set(r.runs["seed"]))
     lines = [
         f"# {r.paper} at the {r.scale} scale\n",
-        f"- {len(once)} runs, {hours:.1f} core hours; seeds {_ranges(seeds)}; {_kinds(once)}.",
-        "- Data: " + "; ".join(f"{name} (hash {digest})" for name, digest in data) + ".",
+        f"- {len(once)} runs, {hours:.2g} core hours; seeds {_ranges(seeds)}; {_kinds(once)}.",
+        "- Data: " + "; ".join(f"{name} (hash {digest[:12]})" for name, digest in data) + ".",
     ]
     for name, digest in data:
         if committed.get(name, digest) != digest:
@@ -179,7 +179,8 @@ def _experiments(r: Results, stage: Path) -> list[str]:
         found = r.search[r.search["experiment"] == experiment] if len(r.search) else r.search
         if len(found):
             caption = f"search on one seed, chosen by the split named; {r.caption([experiment])}"
-            shown = tables.show_search(found)
+            wanted = tables.order(found["arm"], block.get("baselines", {}))
+            shown = tables.show_search(found.sort_values("arm", key=lambda arm: arm.map(wanted.index), kind="stable"))
             lines.append(tables.write(stage / "tables", f"{experiment}_search", found, shown, caption))
     return lines
 

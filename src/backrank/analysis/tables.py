@@ -28,6 +28,18 @@ def write(folder: Path, name: str, numbers: pd.DataFrame, shown: pd.DataFrame, c
     return text
 
 
+def order(names, baselines: dict[str, str]) -> list[str]:
+    """Arms as a reader expects them: by baseline group, the baseline first, ranks falling, other numbers rising."""
+
+    def key(arm):
+        group = next((i for i, prefix in enumerate(baselines) if arm.startswith(prefix)), len(baselines))
+        parts = re.split(r"(\d+)", arm)
+        values = [int(x) * (-1 if parts[i - 1].endswith("_r") else 1) if i % 2 else x for i, x in enumerate(parts)]
+        return group, arm not in baselines.values(), values
+
+    return sorted(set(names), key=key)
+
+
 def arms(runs: pd.DataFrame, experiment: str, claims: ClaimSet, metric: str = "val_loss") -> pd.DataFrame:
     """One row an arm: mean, paired difference to its baseline over all seeds and over the paper's, head statistics.
 
@@ -38,7 +50,8 @@ def arms(runs: pd.DataFrame, experiment: str, claims: ClaimSet, metric: str = "v
     means = {c.arm: c.published.value for c in mine if c.kind == "value" and c.minus is None}
     deltas = {(c.arm, c.minus): c.published.value for c in mine if c.kind == "difference" and not c.drop_seeds}
     rows = []
-    for arm, group in runs.groupby("arm", sort=False):
+    for arm in order(runs["arm"], block.get("baselines", {})):
+        group = runs[runs["arm"] == arm]
         values = group.set_index("seed")[metric].astype(float).dropna()
         if values.empty:
             continue
