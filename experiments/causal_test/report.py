@@ -54,7 +54,8 @@ def penalties(r: Results):
     for ax, (_, _, ranks) in zip(axes, models, strict=True):
         mine = {key: y for key, y in at.items() if key[0] is ax}
         for (_, label, colour), y in zip(mine, spread(list(mine.values()), gap), strict=True):
-            ax.text(len(ranks) - 1 + 0.32, y, label, color=colour, va="center", bbox={"fc": "white", "ec": "none", "pad": 1})
+            box = {"fc": "white", "ec": "none", "pad": 1}
+            ax.text(len(ranks) - 1 + 0.32, y, label, color=colour, va="center", bbox=box)
     axes[0].set_ylabel("penalty in loss (nats)")
     figure.suptitle("filled: ours, 95 % interval over paired seeds    hollow: published (paper's scale)", fontsize=9,
                     x=0.01, ha="left", color=GREY)  # fmt: skip
