@@ -54,7 +54,7 @@ class Trainer:
     clip: float
     autocast: Callable[[], Any]
     every: Any
-    forward: Callable[..., Tensor] | None = None  # the task, possibly compiled
+    forward: Callable[..., Tensor]  # the task, possibly compiled
     step: int = 0
     seconds: float = 0.0  # spent in earlier calls of the same run
     pending: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
@@ -63,7 +63,6 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------- the loop
 
     def fit(self) -> None:
-        forward = self.forward or self.task
         interventions = self.task.interventions
         head = self.task.head
         parameters = [p for p in self.task.parameters() if p.requires_grad]
@@ -84,7 +83,7 @@ class Trainer:
                 total = 0.0
                 for x, y in batches:
                     with self.autocast():
-                        loss = forward(x, y, tokens)
+                        loss = self.forward(x, y, tokens)
                     loss.backward()
                     total = total + loss.detach()
                 norm = nn.utils.clip_grad_norm_(parameters, self.clip if self.clip > 0 else float("inf"))

@@ -17,8 +17,9 @@ class Gpt2(nn.Module):
         return self.model.wte
 
     def checkpoint_activations(self) -> None:
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.model.train()
+        # the name changed within transformers 5
+        enable = getattr(self.model, "activation_checkpointing_enable", None) or self.model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
 
     def forward(self, x_BT: Tensor) -> Tensor:
         return self.model(input_ids=x_BT, use_cache=False).last_hidden_state
