@@ -3,7 +3,7 @@
     python -m backrank.reproduce run|plan|status|report <paper> [<paper> ...]
 
 Settings come from the environment, so that no value needs quoting: SCALE, ONLY (experiments), SEEDS, JOBS, DEVICE, LOGGER,
-REUSE=1 (committed rows count as done), FRESH=1 (rerun what older code made), FORCE=1 (a report of fewer runs).
+REUSE=1 (committed rows count as done), FRESH=1 (rerun what older code made), FORCE=1 (a report of fewer runs), RESULTS.
 BACKRANK_DATA and BACKRANK_RUNS are read by the configs.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from .config import ROOT, SCALES, ConfigError, nearest
 from .plan import Study, experiments
-from .rundir import RunDir
+from .rundir import RunDir, git
 from .sweep import Sweep, default_workers
 
 RESULTS = ROOT / "results"
@@ -45,6 +45,7 @@ class Settings:
         self.scale = env.get("SCALE") or "laptop"
         if self.scale not in SCALES:
             raise ConfigError("SCALE", self.scale, "is not known", nearest(self.scale, SCALES))
+        self.results = Path(env.get("RESULTS") or RESULTS)
         self.only = split(env.get("ONLY"))
         self.seeds = [number("SEEDS", s, 0) for s in split(env.get("SEEDS"))] or None
         self.jobs = number("JOBS", env["JOBS"], 1) if env.get("JOBS") else default_workers()
@@ -101,38 +102,62 @@ def run(paper: str, settings: Settings) -> int:
     from .analysis.runs import collect, committed_losses
 
     studies = settings.studies(paper)
-    folder = RESULTS / paper / settings.scale
+    folder = settings.results / paper / settings.scale
     last = [time.time()]
 
-    def collect_now_and_then() -> None:
+    def collect_now_and_then() -> None:  # rows are kept as they come
         if time.time() - last[0] > 60:
-            collect(studies, runs_root(studies), folder)
+            collect(studies, runs_root(studies), folder, settings.force)
             last[0] = time.time()
 
     committed = committed_losses(folder) if settings.reuse else {}
-    try:
-        code = execute(studies, committed=committed, after_each=collect_now_and_then)
-    finally:
-        collect(studies, runs_root(studies), folder)
-    if code != 130:
+    code = execute(studies, committed=committed, after_each=collect_now_and_then)
+    collect(studies, runs_root(studies), folder, settings.force)
+    if code != 130 and (folder / "runs.csv").exists():
         report(paper, settings)
     if settings.scale != "paper":
         slug = paper.replace("_", "-")
-        print(f"At the paper's sizes: make reproduce-{slug} SCALE=paper DATA=<folder>; what it takes: "
+        print(f"At the paper's sizes: make reproduce-{slug} SCALE=paper DATA=<folder>; what that takes: "
               f"make plan-{slug} SCALE=paper")
     return code
 
 
 def report(paper: str, settings: Settings) -> int:
+    from .analysis.report import ReportError
     from .analysis.report import report as write
-
-    studies = settings.studies(paper)
     from .analysis.runs import collect
 
-    collect(studies, runs_root(studies), RESULTS / paper / settings.scale)
-    path = write(paper, settings.scale, RESULTS, force=settings.force)
+    studies = settings.studies(paper)
+    folder = settings.results / paper / settings.scale
+    collect(studies, runs_root(studies), folder, settings.force)
+    planned = {s.name.split("/")[1]: {arm: s.seeds for arm in s.arms} for s in studies}
+    hashes = committed_data(f"results/{paper}/{settings.scale}/runs.csv")
+    try:
+        path = write(paper, settings.scale, settings.results, force=settings.force, planned=planned, committed_data=hashes)
+    except ReportError as error:
+        raise ConfigError("report", folder, str(error), "Finish the runs first, or FORCE=1") from None
     print(f"report: {path}")
+    print(verdicts(folder))
     return 0
+
+
+def committed_data(path: str) -> dict[str, str]:
+    """Data name -> content hash in the rows that git holds at this path."""
+    import io
+
+    import pandas as pd
+
+    text = git("show", f"HEAD:{path}")
+    rows = pd.read_csv(io.StringIO(text), dtype=str) if text else pd.DataFrame({"data": [], "data_hash": []})
+    return dict(rows[["data", "data_hash"]].dropna().itertuples(index=False))
+
+
+def verdicts(folder: Path) -> str:
+    """The claims in a few lines: how many of each verdict."""
+    from .analysis.runs import read_table
+
+    counts = read_table(folder / "claims.csv")["verdict"].value_counts()
+    return "claims: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
 
 
 def plan(paper: str, settings: Settings) -> int:
@@ -145,7 +170,7 @@ def plan(paper: str, settings: Settings) -> int:
     table = Table(title=f"{paper} at scale {settings.scale}, JOBS={settings.jobs}")
     for column in ("experiment", "arms", "seeds", "done", "left", "core hours left", "disk MiB left", "data"):
         table.add_column(column, justify="left" if column in ("experiment", "data") else "right")
-    total, known = 0.0, seconds_by_experiment(RESULTS / paper)
+    total, known = 0.0, seconds_by_experiment(settings.results / paper)
     missing: list[str] = []
     for study in settings.studies(paper):
         try:

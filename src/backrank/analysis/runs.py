@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from ..config import ConfigError
 from ..recorder import atomic_write, read_rows
 from ..rundir import RunDir, code_hash
 
 if TYPE_CHECKING:
     from ..plan import Job, Study
 
-KEYS = ["experiment", "arm", "seed", "stage", "id"]
 LAYER_COLUMNS = ["step", "layer", "kind", "part", "erank", "erank_sigma", "participation", "stable_rank", "sigma_1",
                  "frobenius"]
 
 
-def row_of(job: Job, rundir: RunDir, study: Study, chosen: bool) -> dict[str, Any] | None:
+def row_of(job: Job, rundir: RunDir, study: Study) -> dict[str, Any] | None:
     """One row of runs.csv, or None while the run is neither done nor failed."""
     summary, meta, failed = (rundir.read(n) for n in ("summary.json", "meta.json", "failed.json"))
     if summary is None and failed is None:
@@ -46,10 +47,11 @@ def row_of(job: Job, rundir: RunDir, study: Study, chosen: bool) -> dict[str, An
     return row
 
 
-def collect(studies: Sequence[Study], root: Path, folder: Path) -> pd.DataFrame:
-    """Joins the local runs of these studies with the committed rows of `folder` by id and writes them back.
+def collect(studies: Sequence[Study], root: Path, folder: Path, force: bool = False) -> None:
+    """Joins the local runs of these studies with the committed rows of `folder` and writes them back.
 
-    A local run replaces the committed row of its key; rows that only exist committed stay.
+    Rows of an experiment whose data differs from the local runs' (the default text differs between Python versions) are
+    no part of the same table: they are replaced, if that does not leave fewer runs or with `force`.
     """
     from ..sweep import Sweep
 
@@ -58,13 +60,12 @@ def collect(studies: Sequence[Study], root: Path, folder: Path) -> pd.DataFrame:
         progress = Sweep([study], root, committed=committed_losses(folder)).progress()[0]
         for job in progress.jobs:
             rundir = RunDir(root, job.id)
-            if (row := row_of(job, rundir, study, True)) is None:
+            if (row := row_of(job, rundir, study)) is None:
                 continue
             rows.append(row)
             if row["status"] == "done" and job.stage == "final":
-                experiment = job.experiment.split("/")[1]
                 for layer in read_rows(rundir.path / "layers.jsonl", finished=True):
-                    layers.append({"id": job.id, "experiment": experiment, "arm": job.arm, "seed": job.seed,
+                    layers.append({**{k: row[k] for k in ("id", "experiment", "arm", "seed")},
                                    **{c: layer.get(c) for c in LAYER_COLUMNS}})
         for c in progress.choices:
             for key in c.best:
@@ -73,11 +74,48 @@ def collect(studies: Sequence[Study], root: Path, folder: Path) -> pd.DataFrame:
                     "grid": json.dumps([p[key] for p in c.points]), "losses": json.dumps(finite(c.losses)),
                     "test_losses": json.dumps(finite(c.test_losses)), "choice": c.best[key], "edge": c.edge,
                     "extended": c.extended, "runs": json.dumps(c.runs)})
+    if not rows:
+        return
+    old = without_other_data(read_table(folder / "runs.csv"), pd.DataFrame(rows), folder, force)
     folder.mkdir(parents=True, exist_ok=True)
-    merged = merge(folder / "runs.csv", rows, ["experiment", "arm", "seed", "id"])
-    merge(folder / "search.csv", searches, ["experiment", "arm", "key"])
-    merge(folder / "layers.parquet", layers, ["id", "experiment", "step", "layer", "kind"])
-    return merged
+    runs = join(old, rows, ["experiment", "arm", "seed", "id"])
+    final = runs[runs["stage"] == "final"]
+    superseded = final[final.duplicated(["experiment", "arm", "seed"], keep=False) & ~final["id"].isin({r["id"] for r in rows})]
+    runs = runs.drop(superseded.index)
+    atomic_write(folder / "runs.csv", runs.to_csv(index=False))
+    kept = set(runs["id"])
+    search = join(read_table(folder / "search.csv"), searches, ["experiment", "arm", "key"])
+    atomic_write(folder / "search.csv", search.to_csv(index=False))
+    table = join(read_table(folder / "layers.parquet"), layers, ["experiment", "id", "step", "layer", "kind"])
+    if len(table):
+        table = table[table["id"].isin(kept)]
+        table = table.astype({c: "float32" for c in table.columns[table.dtypes == "float64"]})
+        buffer = io.BytesIO()
+        table.to_parquet(buffer, index=False, compression="zstd")
+        atomic_write(folder / "layers.parquet", buffer.getvalue())
+
+
+def without_other_data(old: pd.DataFrame, new: pd.DataFrame, folder: Path, force: bool) -> pd.DataFrame:
+    """The committed rows that may stand beside the new ones. Raises ConfigError where fewer runs would be left."""
+    if old.empty:
+        return old
+    hashes = new.dropna(subset="data_hash").groupby("experiment")["data_hash"].first()
+    other = old[old["data_hash"] != old["experiment"].map(hashes).fillna(old["data_hash"])]
+    for experiment, rows in other.groupby("experiment"):
+        have, done = (int((t["status"] == "done").sum()) for t in (rows, new[new["experiment"] == experiment]))
+        if done < have and not force:
+            raise ConfigError("RESULTS", folder, f"holds {have} runs of {experiment} on data {rows['data_hash'].iloc[0][:8]}, "
+                              f"and there are {done} on data {hashes[experiment][:8]}",
+                              "RESULTS=<another folder> keeps both, FORCE=1 replaces them")
+    return old.drop(other.index)
+
+
+def join(old: pd.DataFrame, rows: list[dict[str, Any]], keys: list[str]) -> pd.DataFrame:
+    """Old rows and new ones, the new winning by key; sorted, so that a diff shows what is new."""
+    frames = [f for f in (old, pd.DataFrame(rows)) if len(f)]
+    if not frames:
+        return pd.DataFrame()
+    return pd.concat(frames, ignore_index=True).drop_duplicates(keys, keep="last").sort_values(keys, ignore_index=True)
 
 
 def finite(values: Sequence[float]) -> list[float | None]:
@@ -87,28 +125,8 @@ def finite(values: Sequence[float]) -> list[float | None]:
 def read_table(path: Path) -> pd.DataFrame:
     if not path.exists():
         return pd.DataFrame()
-    return pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, dtype={"id": str, "arm": str,
-                                                                                            "code_hash": str})
-
-
-def merge(path: Path, rows: list[dict[str, Any]], keys: list[str]) -> pd.DataFrame:
-    """Old rows and new ones, the new winning by key; sorted, so that a diff shows what is new."""
-    frames = [f for f in (read_table(path), pd.DataFrame(rows)) if len(f)]
-    if not frames:
-        return pd.DataFrame()
-    table = pd.concat(frames, ignore_index=True).drop_duplicates(keys, keep="last").sort_values(keys, ignore_index=True)
-    if path.suffix == ".parquet":
-        import io
-
-        buffer = io.BytesIO()
-        for column in table.columns:
-            if table[column].dtype == "float64":
-                table[column] = table[column].astype("float32")
-        table.to_parquet(buffer, index=False, compression="zstd")
-        atomic_write(path, buffer.getvalue())
-    else:
-        atomic_write(path, table.to_csv(index=False))
-    return table
+    text = dict.fromkeys(("id", "arm", "code_hash", "order_hash", "init_hash", "data_hash", "git_sha"), str)
+    return pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, dtype=text)
 
 
 def committed_losses(folder: Path) -> dict[str, dict[str, float]]:
