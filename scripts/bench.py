@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the workers of a sweep
 import pandas as pd
 import torch
 import torch.nn.functional as F
+
 from backrank import data
 from backrank.build import build, build_task
 from backrank.compose import compose_run
@@ -43,8 +44,19 @@ ROUNDS = 15
 def config(size: str, *overrides: str):
     """The paper's model and batch on the default text."""
     tokens = {"byte": [], "subword": ["data.tokenizer=bpe", "data.vocab_size=8192"]}[size]
-    cfg = compose_run([f"experiment=causal_test/{size}_heads", "scale=laptop", "data=stdlib", "data.eval_tokens=4096",
-                       "train.steps=100000", "every.eval=0", "every.checkpoint=0", *tokens, *overrides])
+    cfg = compose_run(
+        [
+            f"experiment=causal_test/{size}_heads",
+            "scale=laptop",
+            "data=stdlib",
+            "data.eval_tokens=4096",
+            "train.steps=100000",
+            "every.eval=0",
+            "every.checkpoint=0",
+            *tokens,
+            *overrides,
+        ]
+    )
     settle_paths(cfg)
     return cfg
 
@@ -74,10 +86,16 @@ class Bare:
     def __init__(self, cfg, loss: Callable):
         self.cfg, self.loss, self.step = cfg, loss, 0
         self.task, _ = build_task(cfg)
-        self.windows = data.Windows(data.load(cfg.data).train, cfg.data.sequence, cfg.train.batch,
-                                    role_seed(cfg.seed, "order"))
-        self.optimiser = torch.optim.AdamW(self.task.parameters(), lr=cfg.optim.lr, betas=tuple(cfg.optim.betas),
-                                           weight_decay=cfg.optim.weight_decay, fused=True)
+        self.windows = data.Windows(
+            data.load(cfg.data).train, cfg.data.sequence, cfg.train.batch, role_seed(cfg.seed, "order")
+        )
+        self.optimiser = torch.optim.AdamW(
+            self.task.parameters(),
+            lr=cfg.optim.lr,
+            betas=tuple(cfg.optim.betas),
+            weight_decay=cfg.optim.weight_decay,
+            fused=True,
+        )
 
     def __call__(self, steps: int) -> None:
         for _ in range(steps):
@@ -140,8 +158,21 @@ def sweep_seconds(jobs: int, folder: Path) -> float:
     shutil.rmtree(folder / "sweep", ignore_errors=True)
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     tick = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "backrank.run", "-m", "seed=1,2,3,4,5,6", "train.steps=300", "data.eval_tokens=4096",
-                    f"runs={folder / 'sweep'}"], env={**env, "JOBS": str(jobs)}, check=True, capture_output=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "backrank.run",
+            "-m",
+            "seed=1,2,3,4,5,6",
+            "train.steps=300",
+            "data.eval_tokens=4096",
+            f"runs={folder / 'sweep'}",
+        ],
+        env={**env, "JOBS": str(jobs)},
+        check=True,
+        capture_output=True,
+    )
     return time.perf_counter() - tick
 
 
@@ -150,8 +181,15 @@ def main() -> None:
     rows: list[dict] = []
 
     def row(what: str, value: float, bound: str, met: bool | None, detail: str) -> None:
-        rows.append({"what": what, "measured": f"{value:.3g}", "bound": bound,
-                     "met": {True: "yes", False: "NO", None: ""}[met], "detail": detail})
+        rows.append(
+            {
+                "what": what,
+                "measured": f"{value:.3g}",
+                "bound": bound,
+                "met": {True: "yes", False: "NO", None: ""}[met],
+                "detail": detail,
+            }
+        )
         print(rows[-1], flush=True)
 
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stderr(io.StringIO()):
@@ -160,41 +198,84 @@ def main() -> None:
         for size in SIZES:
             trained, bare = steps_of(size, Trained(no_probes(config(size)), folder), Bare(config(size), chunked_loss))
             step_s[size] = trained
-            row(f"trainer / bare loop, {size}, same loss", trained / bare, "<= 1.03", trained / bare <= 1.03,
-                f"{trained * 1e3:.1f} against {bare * 1e3:.1f} ms a step")
+            row(
+                f"trainer / bare loop, {size}, same loss",
+                trained / bare,
+                "<= 1.03",
+                trained / bare <= 1.03,
+                f"{trained * 1e3:.1f} against {bare * 1e3:.1f} ms a step",
+            )
         ours, plain = steps_of("subword", Bare(config("subword"), chunked_loss), Bare(config("subword"), cross_entropy))
-        row("chunked loss / F.cross_entropy, subword step", ours / plain, "<= 0.80", ours / plain <= 0.8,
-            f"{ours * 1e3:.1f} against {plain * 1e3:.1f} ms a step")
-        reduced = ("intervention=[backward_rank]", "intervention.backward_rank.rank=48",
-                   "intervention.backward_rank.refresh_every=20")
-        with_it, without = steps_of("subword", Trained(no_probes(config("subword", *reduced)), folder),
-                                    Trained(no_probes(config("subword")), folder))
-        row("backward_rank r48 / none, subword step", with_it / without, "<= 1.05", with_it / without <= 1.05,
-            f"{with_it * 1e3:.1f} against {without * 1e3:.1f} ms a step")
+        row(
+            "chunked loss / F.cross_entropy, subword step",
+            ours / plain,
+            "<= 0.80",
+            ours / plain <= 0.8,
+            f"{ours * 1e3:.1f} against {plain * 1e3:.1f} ms a step",
+        )
+        reduced = (
+            "intervention=[backward_rank]",
+            "intervention.backward_rank.rank=48",
+            "intervention.backward_rank.refresh_every=20",
+        )
+        with_it, without = steps_of(
+            "subword",
+            Trained(no_probes(config("subword", *reduced)), folder),
+            Trained(no_probes(config("subword")), folder),
+        )
+        row(
+            "backward_rank r48 / none, subword step",
+            with_it / without,
+            "<= 1.05",
+            with_it / without <= 1.05,
+            f"{with_it * 1e3:.1f} against {without * 1e3:.1f} ms a step",
+        )
         for size, steps in (("byte", 600), ("subword", 1200)):
             ratio = probe_overhead(size, folder, step_s[size], steps)
-            row(f"run with probes / without, {size}, default cadence", ratio, "<= 1.05", ratio <= 1.05,
-                f"{steps} steps, all five probes")
+            row(
+                f"run with probes / without, {size}, default cadence",
+                ratio,
+                "<= 1.05",
+                ratio <= 1.05,
+                f"{steps} steps, all five probes",
+            )
         torch.manual_seed(0)
         H, W = torch.randn(1024, 96, dtype=torch.float64), torch.randn(8192, 96, dtype=torch.float64) * 0.1
         y = torch.randint(8192, (1024,))
         error = abs(head_gradient_stats(H, W, y)["lost"] - explicit_lost(H, W, y))
         gram, explicit = race(lambda: head_gradient_stats(H, W, y), lambda: explicit_lost(H, W, y), rounds=7)
-        row("lost fraction, Gram identity against explicit projection: |difference|", error, "<= 1e-9", error <= 1e-9,
-            "float64, N 1,024, D 96, V 8,192")
-        row("explicit projection / Gram identity, seconds", explicit / gram, "", None,
-            f"{explicit * 1e3:.0f} against {gram * 1e3:.0f} ms")
+        row(
+            "lost fraction, Gram identity against explicit projection: |difference|",
+            error,
+            "<= 1e-9",
+            error <= 1e-9,
+            "float64, N 1,024, D 96, V 8,192",
+        )
+        row(
+            "explicit projection / Gram identity, seconds",
+            explicit / gram,
+            "",
+            None,
+            f"{explicit * 1e3:.0f} against {gram * 1e3:.0f} ms",
+        )
         one, two = race(partial(sweep_seconds, 1, folder), partial(sweep_seconds, 2, folder), rounds=3)
-        row("byte sweep, seconds JOBS=1 / JOBS=2", one / two, ">= 1.4", one / two >= 1.4,
-            f"{one:.1f} against {two:.1f} s, six runs of 300 steps, start-up included")
+        row(
+            "byte sweep, seconds JOBS=1 / JOBS=2",
+            one / two,
+            ">= 1.4",
+            one / two >= 1.4,
+            f"{one:.1f} against {two:.1f} s, six runs of 300 steps, start-up included",
+        )
     table = pd.DataFrame(rows)
     from backrank.analysis.tables import markdown
 
     threads = torch.get_num_threads()
-    text = (f"# Timings\n\nRatios within one run, medians of interleaved segments; {threads} thread unless a row says "
-            f"otherwise; the default text.\n\nMachine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores; "
-            f"Python {platform.python_version()}, torch {torch.__version__}; {time.strftime('%Y-%m-%d')}; "
-            f"`make bench`.\n\n{markdown(table)}\n")
+    text = (
+        f"# Timings\n\nRatios within one run, medians of interleaved segments; {threads} thread unless a row says "
+        f"otherwise; the default text.\n\nMachine: {platform.machine()}, {os.cpu_count()} cores; "
+        f"Python {platform.python_version()}, torch {torch.__version__}; {time.strftime('%Y-%m-%d')}; "
+        f"`make bench`.\n\n{markdown(table)}\n"
+    )
     out.mkdir(parents=True, exist_ok=True)
     atomic_write(out / "bench.md", text)
     atomic_write(out / "bench.csv", table.to_csv(index=False))

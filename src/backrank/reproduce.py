@@ -110,6 +110,7 @@ def run(paper: str, settings: Settings) -> int:
             collect(studies, runs_root(studies), folder, settings.force)
             last[0] = time.time()
 
+    collect(studies, runs_root(studies), folder, settings.force)  # refuses now rather than after hours
     committed = committed_losses(folder) if settings.reuse else {}
     code = execute(studies, committed=committed, after_each=collect_now_and_then)
     collect(studies, runs_root(studies), folder, settings.force)

@@ -31,8 +31,8 @@ def block(root: Path) -> str:
         rows = claims.loc[[i for i in ids if i in claims.index]]
         shown = tables.show_claims(rows)[["claim", "published", "ours [95 % CI]", "n", "verdict"]]
         data = ", ".join(sorted(set(rows["data"].dropna().astype(str))))
-        lines += [f"**[{paper}](experiments/{paper}/README.md)**, scale {scale}, data {data}, "
-                  f"[full report]({folder}/report.md): {counts(claims['verdict'])}.\n", tables.markdown(shown)]  # fmt: skip
+        title = f"**[{paper}](experiments/{paper}/README.md)**, scale {scale}, data {data}"
+        lines += [f"{title}, [full report]({folder}/report.md): {counts(claims['verdict'])}.\n", tables.markdown(shown)]
     return "\n".join(lines)
 
 

@@ -17,8 +17,18 @@ from ..rundir import RunDir, code_hash
 if TYPE_CHECKING:
     from ..plan import Job, Study
 
-LAYER_COLUMNS = ["step", "layer", "kind", "part", "erank", "erank_sigma", "participation", "stable_rank", "sigma_1",
-                 "frobenius"]
+LAYER_COLUMNS = [
+    "step",
+    "layer",
+    "kind",
+    "part",
+    "erank",
+    "erank_sigma",
+    "participation",
+    "stable_rank",
+    "sigma_1",
+    "frobenius",
+]
 
 
 def row_of(job: Job, rundir: RunDir, study: Study) -> dict[str, Any] | None:
@@ -31,16 +41,33 @@ def row_of(job: Job, rundir: RunDir, study: Study) -> dict[str, Any] | None:
     settings = dict(job.settings)
     meta = meta or {}
     row = {
-        "id": job.id, "paper": paper, "experiment": experiment, "arm": job.arm, "scale": study.scale, "seed": job.seed,
-        "stage": job.stage, "searched": job.seed == study.plan.search.seed, "status": "done" if summary else "failed",
-        "diverged": bool(failed and failed["diverged"]) and not summary, "lr": settings.get("optim.lr", cfg.optim.lr),
-        "weight_decay": cfg.optim.weight_decay, "optimizer": cfg.optim.name, "params": meta.get("params"),
-        "data": meta.get("data"), "data_hash": meta.get("data_hash"), "tokenizer_hash": meta.get("tokenizer_hash"),
+        "id": job.id,
+        "paper": paper,
+        "experiment": experiment,
+        "arm": job.arm,
+        "scale": study.scale,
+        "seed": job.seed,
+        "stage": job.stage,
+        "searched": job.seed == study.plan.search.seed,
+        "status": "done" if summary else "failed",
+        "diverged": bool(failed and failed["diverged"]) and not summary,
+        "lr": settings.get("optim.lr", cfg.optim.lr),
+        "weight_decay": cfg.optim.weight_decay,
+        "optimizer": cfg.optim.name,
+        "params": meta.get("params"),
+        "data": meta.get("data"),
+        "data_hash": meta.get("data_hash"),
+        "tokenizer_hash": meta.get("tokenizer_hash"),
         "code_hash": meta.get("code_hash"),
-        "stale": meta.get("code_hash") != code_hash(cfg.model.kind, list(cfg.intervention)),
-        "device": meta.get("device"), "threads": meta.get("threads"), "torch": meta.get("versions", {}).get("torch"),
-        "git_sha": meta.get("git_sha"), "dirty": meta.get("dirty"), "started": meta.get("started"),
-        "order_hash": meta.get("order_hash", "")[:12], "init_hash": meta.get("init_hash", {}).get("backbone", "")[:12],
+        "stale": meta.get("code_hash") != current_code(study, job.arm),
+        "device": meta.get("device"),
+        "threads": meta.get("threads"),
+        "torch": meta.get("versions", {}).get("torch"),
+        "git_sha": meta.get("git_sha"),
+        "dirty": meta.get("dirty"),
+        "started": meta.get("started"),
+        "order_hash": meta.get("order_hash", "")[:12],
+        "init_hash": meta.get("init_hash", {}).get("backbone", "")[:12],
     }
     for key, value in (summary or {}).items():
         row[key.replace("val/", "val_").replace("test/", "test_").replace("train/", "train_")] = value
@@ -65,23 +92,45 @@ def collect(studies: Sequence[Study], root: Path, folder: Path, force: bool = Fa
             rows.append(row)
             if row["status"] == "done" and job.stage == "final":
                 for layer in read_rows(rundir.path / "layers.jsonl", finished=True):
-                    layers.append({**{k: row[k] for k in ("id", "experiment", "arm", "seed")},
-                                   **{c: layer.get(c) for c in LAYER_COLUMNS}})
+                    layers.append(
+                        {
+                            **{k: row[k] for k in ("id", "experiment", "arm", "seed")},
+                            **{c: layer.get(c) for c in LAYER_COLUMNS},
+                        }
+                    )
         for c in progress.choices:
             for key in c.best:
-                searches.append({
-                    "experiment": c.experiment.split("/")[1], "arm": c.arm, "seed": c.seed, "split": c.split, "key": key,
-                    "grid": json.dumps([p[key] for p in c.points]), "losses": json.dumps(finite(c.losses)),
-                    "test_losses": json.dumps(finite(c.test_losses)), "choice": c.best[key], "edge": c.edge,
-                    "extended": c.extended, "runs": json.dumps(c.runs)})
+                searches.append(
+                    {
+                        "experiment": c.experiment.split("/")[1],
+                        "arm": c.arm,
+                        "seed": c.seed,
+                        "split": c.split,
+                        "key": key,
+                        "grid": json.dumps([p[key] for p in c.points]),
+                        "losses": json.dumps(finite(c.losses)),
+                        "test_losses": json.dumps(finite(c.test_losses)),
+                        "choice": c.best[key],
+                        "edge": c.edge,
+                        "extended": c.extended,
+                        "runs": json.dumps(c.runs),
+                    }
+                )
+    planned = {s.name.split("/")[-1]: (s.config(s.arms[0])[1]["text"], len(s.arms) * len(s.seeds)) for s in studies}
+    old = without_other_data(read_table(folder / "runs.csv"), planned, folder, force)
     if not rows:
         return
-    old = without_other_data(read_table(folder / "runs.csv"), pd.DataFrame(rows), folder, force)
     folder.mkdir(parents=True, exist_ok=True)
     runs = join(old, rows, ["experiment", "arm", "seed", "id"])
     final = runs[runs["stage"] == "final"]
-    superseded = final[final.duplicated(["experiment", "arm", "seed"], keep=False) & ~final["id"].isin({r["id"] for r in rows})]
-    runs = runs.drop(superseded.index)
+    # a changed choice or config leaves the final run it replaces behind
+    superseded = final.duplicated(["experiment", "arm", "seed"], keep=False) & ~final["id"].isin(
+        {r["id"] for r in rows}
+    )
+    runs = runs.drop(final[superseded].index)
+    now = {(s.name.split("/")[-1], arm): current_code(s, arm) for s in studies for arm in s.arms}
+    code = pd.Series([now.get(key) for key in zip(runs["experiment"], runs["arm"], strict=True)], runs.index)
+    runs["stale"] = runs["stale"].astype(bool).where(code.isna(), runs["code_hash"] != code)
     atomic_write(folder / "runs.csv", runs.to_csv(index=False))
     kept = set(runs["id"])
     search = join(read_table(folder / "search.csv"), searches, ["experiment", "arm", "key"])
@@ -89,24 +138,38 @@ def collect(studies: Sequence[Study], root: Path, folder: Path, force: bool = Fa
     table = join(read_table(folder / "layers.parquet"), layers, ["experiment", "id", "step", "layer", "kind"])
     if len(table):
         table = table[table["id"].isin(kept)]
-        table = table.astype({c: "float32" for c in table.columns[table.dtypes == "float64"]})
+        table = table.astype(dict.fromkeys(table.columns[table.dtypes == "float64"], "float32"))
         buffer = io.BytesIO()
         table.to_parquet(buffer, index=False, compression="zstd")
         atomic_write(folder / "layers.parquet", buffer.getvalue())
 
 
-def without_other_data(old: pd.DataFrame, new: pd.DataFrame, folder: Path, force: bool) -> pd.DataFrame:
-    """The committed rows that may stand beside the new ones. Raises ConfigError where fewer runs would be left."""
+def current_code(study: Study, arm: str) -> str:
+    cfg = study.config(arm)[0]
+    return code_hash(cfg.model.kind, list(cfg.intervention))
+
+
+def without_other_data(
+    old: pd.DataFrame, planned: dict[str, tuple[str, int]], folder: Path, force: bool
+) -> pd.DataFrame:
+    """The committed rows that may stand beside runs of the planned data: {experiment: (its hash, final runs)}.
+
+    Raises ConfigError where the plan has fewer runs than the rows it would replace.
+    """
     if old.empty:
         return old
-    hashes = new.dropna(subset="data_hash").groupby("experiment")["data_hash"].first()
-    other = old[old["data_hash"] != old["experiment"].map(hashes).fillna(old["data_hash"])]
-    for experiment, rows in other.groupby("experiment"):
-        have, done = (int((t["status"] == "done").sum()) for t in (rows, new[new["experiment"] == experiment]))
-        if done < have and not force:
-            raise ConfigError("RESULTS", folder, f"holds {have} runs of {experiment} on data {rows['data_hash'].iloc[0][:8]}, "
-                              f"and there are {done} on data {hashes[experiment][:8]}",
-                              "RESULTS=<another folder> keeps both, FORCE=1 replaces them")
+    hashes = old["experiment"].map({name: digest for name, (digest, _) in planned.items()})
+    other = old[hashes.notna() & (old["data_hash"] != hashes) & old["data_hash"].notna()]
+    for name, rows in other[(other["status"] == "done") & (other["stage"] == "final")].groupby("experiment"):
+        digest, runs = planned[name]
+        if runs < len(rows) and not force:
+            raise ConfigError(
+                "RESULTS",
+                folder,
+                f"holds {len(rows)} runs of {name} on data {rows['data_hash'].iloc[0][:8]}; "
+                f"this plan has {runs} on data {digest[:8]}",
+                "RESULTS=<another folder> keeps both, FORCE=1 replaces them",
+            )
     return old.drop(other.index)
 
 
