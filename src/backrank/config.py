@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -122,7 +123,10 @@ class Logger:
 
 @dataclass
 class Search:
-    """Hyper-parameter search on one seed: several keys of `grids` mean their product; an arm's own grids replace them."""
+    """Hyper-parameter search on one seed: several keys of `grids` mean their product.
+
+    `arms` maps a pattern of arm names (`sgd_*`) to {grids: ...} that replace the common ones.
+    """
 
     seed: int = 1
     split: str = "validation"
@@ -186,6 +190,8 @@ PARAMETER_KINDS = ("matrix", "embedding", "head", "vector")
 def nearest(name: str, known: Any) -> str:
     """The remedy for an unknown name: the nearest known one, and the list."""
     known = sorted(str(k) for k in known)
+    if not known:
+        return "There are none"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return (f"Did you mean {close[0]}? " if close else "") + "Known: " + ", ".join(known)
 
@@ -202,8 +208,26 @@ def keys(cfg: DictConfig, prefix: str = "") -> list[str]:
     return found
 
 
+def raw(cfg: DictConfig, key: str) -> Any:
+    """A key's value with its references as they are written."""
+    value: Any = OmegaConf.to_container(cfg, resolve=False)
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else value
+    return value
+
+
 def validate(cfg: DictConfig) -> None:
     """Checks fields against each other before anything is allocated. Raises ConfigError for the first that fails."""
+    for key in cfg:
+        if key not in Config.__dataclass_fields__:  # `+key=` gets past the schema
+            raise ConfigError(str(key), cfg[key], "is no key of the configuration",
+                              nearest(str(key), Config.__dataclass_fields__))
+    try:
+        OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        key = error.full_key or ""
+        raise ConfigError(key, raw(cfg, key), f"cannot be resolved ({str(error).splitlines()[0]})",
+                          "Give a value, or name a key that is there") from error
     for missing in sorted(OmegaConf.missing_keys(cfg)):
         raise ConfigError(missing, "???", "has no value", f"Set it: {missing}=<value>, or pick experiment=<paper>/<name>")
     for key, known in CHOICES.items():

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -129,9 +130,9 @@ class Study:
         return Job(self.name, arm, seed, stage, self._ids[key], overrides, tuple(settings.items()))
 
     def grids(self, arm: str) -> dict[str, list[float]]:
-        """The arm's own grids if it has any, without keys fixed on the command line."""
+        """The grids of the first pattern that fits the arm, else the common ones; without keys fixed on the command line."""
         search = OmegaConf.to_container(self.plan.search, resolve=True)
-        own = (search["arms"].get(arm) or {}).get("grids", search["grids"])  # type: ignore[index, call-overload]
+        own = next((a["grids"] for pattern, a in search["arms"].items() if fnmatch(arm, pattern)), search["grids"])
         return {key: sorted(float(v) for v in values) for key, values in own.items() if key not in self.fixed}
 
     def progress(self, losses: Losses, failed: Callable[[str], bool] = lambda _: False) -> Progress:
