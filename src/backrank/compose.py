@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import hydra
@@ -13,12 +14,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from .config import CONFIGS, Config, ConfigError, keys, nearest
 
 ConfigStore.instance().store(name="schema", node=Config)
 
-TEXT_KEYS = ("label",)
+TEXT_KEYS = ("label",)  # whatever is typed is the text
+# text too, of which a comma makes a sweep
+NAME_KEYS = ("runs", "data.path", "data.root", "data.cache", "data.tokenizer", "logger.project", "logger.entity")
+QUOTED = re.compile(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""")
 
 
 def quote_text(argv: Sequence[str]) -> list[str]:
@@ -26,8 +31,13 @@ def quote_text(argv: Sequence[str]) -> list[str]:
     quoted = []
     for item in argv:
         key, sep, value = item.partition("=")
-        if sep and key in TEXT_KEYS and value not in ("null", "") and not re.fullmatch(r"'.*'|\".*\"", value):
-            value = "'" + re.sub(r"(\\*)'", r"\1\1\\'", value) + "'"
+        name = key.lstrip("+")
+        text = name in TEXT_KEYS or name in NAME_KEYS and not re.search(r",|\$\{", value)
+        if text and sep and value not in ("null", "", "???") and not QUOTED.fullmatch(value):
+            if "${" in value:
+                raise ConfigError(name, value, "holds ${, which a config reads as a reference", "Leave out the $")
+            # Hydra takes backslashes as they are, except in front of a quote, the closing one included
+            value = "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + "\\'" * bool(m[2]), value) + "'"
         quoted.append(f"{key}{sep}{value}")
     return quoted
 
@@ -42,19 +52,32 @@ def compose(overrides: Sequence[str]) -> DictConfig:
             return hydra.compose("run", overrides=list(overrides))
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             return hydra.compose("run", overrides=list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise explain(error, overrides) from error
 
 
+def compose_plan(overrides: Sequence[str]) -> DictConfig:
+    """The config that holds the plan: other overrides may need an arm's own, which come with it, to be accepted."""
+    return compose([o for o in overrides if re.match(r"(experiment|scale|arm|plan)\b", key_of(o))])
+
+
 def compose_run(overrides: Sequence[str]) -> DictConfig:
-    """`compose`, with the overrides of the plan's arm applied where `arm=<name>` is given; the command line beats them."""
-    cfg = compose(overrides)
+    """`compose`, with the overrides of the plan's arm where `arm=<name>` is given; the command line beats them."""
+    if "arm" not in map(key_of, overrides):
+        return compose(overrides)
+    cfg = compose_plan(overrides)
     if cfg.arm is None:
-        return cfg
+        return compose(overrides)
     if cfg.arm not in cfg.plan.arms:
-        raise ConfigError("arm", cfg.arm, f"is no arm of experiment {cfg.experiment}", nearest(cfg.arm, cfg.plan.arms))
+        raise no_arm(cfg.arm, cfg.experiment, cfg.plan.arms)
     typed = {key_of(o) for o in overrides}
     return compose([*(o for o in cfg.plan.arms[cfg.arm] if key_of(o) not in typed), *overrides])
+
+
+def no_arm(arm: str, experiment: str | None, known: Iterable[str]) -> ConfigError:
+    if experiment is None:
+        return ConfigError("arm", arm, "needs an experiment, whose plan has the arms", "Give experiment=<paper>/<name>")
+    return ConfigError("arm", arm, f"is no arm of experiment {experiment}", nearest(arm, known))
 
 
 def key_of(override: str) -> str:
@@ -70,9 +93,15 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
         cause = cause.__cause__ or cause.__context__
     text = " ".join(str(error).split())
     given = {key_of(o): o.partition("=")[2] for o in overrides}
-    named = next((k for k in sorted(given, key=len, reverse=True) if re.search(rf"(?<![\w.]){re.escape(k)}(?![\w.])", text)),
-                 "")
+    found_in = [k for k in given if re.search(rf"(?<![\w.]){re.escape(k)}(?![\w.])", text)]
+    named = max(found_in, key=len, default="")
     full = next((str(e.full_key) for e in chain if getattr(e, "full_key", None)), "")
+    if isinstance(error, YAMLError):
+        return ConfigError("configs", CONFIGS, f"a file there is no YAML ({text})", "Correct it")
+    # Hydra names the file that it was merging, which may be none of those that were asked for
+    if in_file := re.match(r"In '(.+?)': \w+ raised while composing config: (.*?) full_key: (\S+)", text):
+        name, problem, key = in_file.groups()
+        return ConfigError(key, "", f"{problem}, in configs/{name}.yaml", "Correct the file")
     if "Ambiguous value" in text:
         key = named
         value = given.get(key, "")
@@ -92,22 +121,42 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
         options += [n[:-5] for n in ConfigStore.instance().list(group)] if group in ("intervention", "probe") else []
         return ConfigError(group, name or missing, "does not exist", nearest(name, options))
     key = named or full
+    value = given.get(key, "")
+    if isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException):  # Hydra's own, for a group
+        key = next((k for k, v in given.items() if v == "null" and (CONFIGS / k).is_dir()), next(iter(given), ""))
+        return ConfigError(key, given.get(key, ""), f"cannot be read ({text})",
+                           "Name one of its choices, or leave it out; [] is none of a list")
     if re.search(r"not in struct|Key '.*' not (?:found|in)|Could not override", text) and "not Optional" not in text \
             and "could not be converted" not in text and "not a subclass" not in text:
-        known = keys(OmegaConf.structured(Config))
-        from .interventions import INTERVENTIONS
-        from .probes import PROBES
-
-        for group, found in (("intervention", INTERVENTIONS), ("probe", PROBES)):
-            known += [f"{group}.{n}.{f}" for n, cls in found.items() for f in cls.__dataclass_fields__]
-        return ConfigError(key, given.get(key, ""), "is no key of the configuration", nearest(key, known).split(" Known")[0]
-                           + (" A setting of an intervention or probe needs it chosen first: intervention=[...]"
-                              if key.startswith(("intervention.", "probe.")) else ""))
-    value = given.get(key, "")
+        return unknown_key(key, value)
     if "not Optional" in text or value == "null":
         return ConfigError(key, value or "null", "cannot be null", "Give a value; 0 switches a rate or a decay off")
-    reason = next((t for e in reversed(chain) if (t := " ".join(str(e).split()).split(" full_key")[0])), text)
+    # OmegaConf's inner messages are templates
+    reasons = (" ".join(str(e).split()).split(" full_key")[0] for e in reversed(chain))
+    reason = next((r for r in reasons if r and "$VALUE" not in r), text)
     return ConfigError(key, value, f"is not of its type ({reason})", "Give a value of that type")
+
+
+def unknown_key(key: str, value: str) -> ConfigError:
+    from .interventions import INTERVENTIONS
+    from .probes import PROBES
+
+    known = keys(OmegaConf.structured(Config))
+    for group, classes in (("intervention", INTERVENTIONS), ("probe", PROBES)):
+        settings = [f"{group}.{n}.{f}" for n, cls in classes.items() for f in cls.__dataclass_fields__]
+        if key in settings:
+            name = key.split(".")[1]
+            return ConfigError(key, value, f"needs {name}, which is not chosen", f"Choose it: {group}=[{name}]")
+        if key == group:
+            return ConfigError(key, value, "is no choice", f"Choose by name, {group}=[<name>,...], then set "
+                               f"{group}.<name>.<setting>; {nearest('', classes)}")
+        known += settings
+    if key in known:
+        return ConfigError(key, value, "has entries that are not there yet", f"Add them with a plus: +{key}=...")
+    # a key without its group is the likeliest slip
+    close = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return ConfigError(key, value, "is no key of the configuration",
+                       f"Did you mean {close[0]}?" if close else "Its keys are in src/backrank/config.py")
 
 
 def parse(overrides: Sequence[str]) -> list[Any]:

@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,8 @@ class Data:
 
     source: `stdlib` (documentation that ships with Python), `text` (UTF-8 files under `path`), `hub` (a `datasets`
     data set: a local parquet folder `<root>/<name>` or `<root>` itself first, the hub otherwise).
-    tokenizer: `bytes`, `bpe` (byte-level BPE of `vocab_size` trained on the train split, cached by content), or the path
-    of a tokenizer.json. Evaluation reads the first `eval_tokens` ids of a split (null: all).
+    tokenizer: `bytes`, `bpe` (byte-level BPE of `vocab_size` trained on the train split, cached by content), or the
+    path of a tokenizer.json. Evaluation reads the first `eval_tokens` ids of a split (null: all).
     """
 
     name: str = MISSING
@@ -208,6 +209,16 @@ def keys(cfg: DictConfig, prefix: str = "") -> list[str]:
     return found
 
 
+def untyped(cfg: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Keys that got past the schema, as `+key=` does."""
+    fields = getattr(OmegaConf.get_type(cfg), "__dataclass_fields__", None)
+    for key in cfg:
+        if fields is not None and key not in fields:
+            yield f"{prefix}{key}"
+        elif isinstance(node := cfg._get_node(key), DictConfig) and not node._is_none():
+            yield from untyped(node, f"{prefix}{key}.")
+
+
 def raw(cfg: DictConfig, key: str) -> Any:
     """A key's value with its references as they are written."""
     value: Any = OmegaConf.to_container(cfg, resolve=False)
@@ -218,10 +229,9 @@ def raw(cfg: DictConfig, key: str) -> Any:
 
 def validate(cfg: DictConfig) -> None:
     """Checks fields against each other before anything is allocated. Raises ConfigError for the first that fails."""
-    for key in cfg:
-        if key not in Config.__dataclass_fields__:  # `+key=` gets past the schema
-            raise ConfigError(str(key), cfg[key], "is no key of the configuration",
-                              nearest(str(key), Config.__dataclass_fields__))
+    for key in untyped(cfg):
+        raise ConfigError(key, raw(cfg, key), "is no key of the configuration",
+                          nearest(key, keys(OmegaConf.structured(Config))).split(" Known")[0])
     try:
         OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
@@ -229,7 +239,8 @@ def validate(cfg: DictConfig) -> None:
         raise ConfigError(key, raw(cfg, key), f"cannot be resolved ({str(error).splitlines()[0]})",
                           "Give a value, or name a key that is there") from error
     for missing in sorted(OmegaConf.missing_keys(cfg)):
-        raise ConfigError(missing, "???", "has no value", f"Set it: {missing}=<value>, or pick experiment=<paper>/<name>")
+        raise ConfigError(missing, "???", "has no value",
+                          f"Set it: {missing}=<value>, or pick experiment=<paper>/<name>")
     for key, known in CHOICES.items():
         value = OmegaConf.select(cfg, key)
         if value not in known:
