@@ -17,8 +17,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from . import data
-from .compose import compose, key_of
-from .config import CONFIGS, ConfigError, canonical, hash_of, nearest, validate
+from .compose import compose, compose_plan, key_of, no_arm
+from .config import CONFIGS, ConfigError, canonical, hash_of, validate
 from .run import settle_paths
 
 EXTENSIONS = 2  # how often a grid grows when the best value sits on its edge
@@ -35,10 +35,12 @@ class Job:
     id: str
     overrides: tuple[str, ...]
     settings: tuple[tuple[str, float], ...] = ()
+    point: str = ""  # of a sweep typed on the command line
 
     def __str__(self) -> str:
         values = " ".join(f"{key.split('.')[-1]}={value:g}" for key, value in self.settings)
-        return f"{self.experiment.split('/')[-1]} {self.arm} seed {self.seed} {values}".rstrip()
+        parts = (self.experiment.split("/")[-1], self.arm, f"seed {self.seed}", values, self.point)
+        return " ".join(p for p in parts if p)
 
 
 @dataclass
@@ -82,17 +84,19 @@ class Study:
     """One experiment at one scale."""
 
     def __init__(self, experiment: str | None, scale: str, extra: Sequence[str] = (), arms: Sequence[str] | None = None,
-                 seeds: Sequence[int] | None = None):
-        self.name, self.scale = experiment or "run", scale
+                 seeds: Sequence[int] | None = None, point: str = ""):
+        self.name, self.scale, self.point = experiment or "run", scale, point
         self.common = [*([f"experiment={experiment}"] if experiment else []), f"scale={scale}", *extra]
-        base = compose(self.common)
+        base = compose_plan(self.common)
         self.plan = base.plan
         planned = list(self.plan.arms)
         for arm in arms or ():
             if arm not in planned:
-                raise ConfigError("arm", arm, f"is no arm of experiment {experiment}", nearest(arm, planned))
-        self.arms = list(arms or planned or [""])  # without a plan: the config itself, no arm
-        self.seeds = [int(s) for s in (seeds or self.plan.seeds)]
+                raise no_arm(arm, experiment, planned)
+        self.arms = list(dict.fromkeys(arms or planned or [""]))  # without a plan: the config itself, no arm
+        self.seeds = list(dict.fromkeys(int(s) for s in (seeds or self.plan.seeds)))
+        if not self.seeds:
+            raise ConfigError("plan.seeds", [], "leaves nothing to run", "Name one seed or more")
         self.fixed = {key_of(o) for o in extra}
         self._configs: dict[str, tuple[DictConfig, dict[str, str]]] = {}
         self._canonical: dict[str, dict[str, Any]] = {}
@@ -109,6 +113,13 @@ class Study:
             validate(cfg)
             settle_paths(cfg)
             data.check(cfg.data)
+            for key, values in self.grids(arm).items():
+                if not isinstance(OmegaConf.select(cfg, key), float):
+                    raise ConfigError("plan.search.grids", key, "is no key that holds a float",
+                                      "Name one that does, such as optim.lr")
+                if not values or not all(map(math.isfinite, values)):
+                    raise ConfigError(f"plan.search.grids.{key}", values, "needs one finite value or more",
+                                      "For example [0.01]")
             self._configs[arm] = cfg, data.content_hash(cfg.data)
         return self._configs[arm]
 
@@ -127,13 +138,13 @@ class Study:
                 node[last] = value
             self._ids[key] = hash_of(plain)
         overrides = (*self.common, *self.pick(arm), f"seed={seed}", *(f"{k}={v!r}" for k, v in settings.items()))
-        return Job(self.name, arm, seed, stage, self._ids[key], overrides, tuple(settings.items()))
+        return Job(self.name, arm, seed, stage, self._ids[key], overrides, tuple(settings.items()), self.point)
 
     def grids(self, arm: str) -> dict[str, list[float]]:
-        """The grids of the first pattern that fits the arm, else the common ones; without keys fixed on the command line."""
+        """The grids of the first pattern that fits the arm, else the common ones; without keys that were typed."""
         search = OmegaConf.to_container(self.plan.search, resolve=True)
         own = next((a["grids"] for pattern, a in search["arms"].items() if fnmatch(arm, pattern)), search["grids"])
-        return {key: sorted(float(v) for v in values) for key, values in own.items() if key not in self.fixed}
+        return {key: sorted({float(v) for v in values}) for key, values in own.items() if key not in self.fixed}
 
     def progress(self, losses: Losses, failed: Callable[[str], bool] = lambda _: False) -> Progress:
         out = Progress()
@@ -167,17 +178,21 @@ class Study:
                 out.jobs += jobs
                 out.blocked.append(arm)
                 return None, 0
-            edges = {k: g for k, g in grids.items() if len(g) > 1 and best[k] in (g[0], g[-1])}
+            edges = {k: g for k, g in grids.items() if len(g) > 1 and best[k] in (g[0], g[-1]) and best[k] > 0}
             if edges and extended < EXTENSIONS:
                 extended += 1
                 for key, grid in edges.items():
-                    low = best[key] == grid[0]
-                    step = grid[1] / grid[0] if low else grid[-1] / grid[-2]
-                    new = float(f"{grid[0] / step if low else grid[-1] * step:.3g}")
-                    grids[key] = sorted([*grid, new])
+                    grids[key] = sorted([*grid, beyond(grid, best[key] == grid[0])])
                 continue
             out.jobs += [Job(**{**vars(j), "stage": "final"}) if p == best and seed in self.seeds else j
                          for j, p in zip(jobs, points, strict=True)]
             out.choices.append(Choice(self.name, arm, seed, split, points, values, [f["test"] for f in found],
                                       [j.id for j in jobs], best, bool(edges), extended))
             return best, 0
+
+
+def beyond(grid: list[float], low: bool) -> float:
+    """The next value of a geometric grid below or above it."""
+    near, next_to = (grid[0], grid[1]) if low else (grid[-1], grid[-2])
+    factor = near / next_to if next_to > 0 else 2.0  # of [0, x] only x has a neighbour above, and no ratio
+    return float(f"{near * factor:.3g}")
