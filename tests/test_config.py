@@ -356,8 +356,8 @@ def test_what_does_not_change_the_numbers_does_not_change_the_id():
 def test_what_changes_the_numbers_changes_the_id():
     seen = [identity()]
     for override in ("seed=2", "optim.lr=0.02", "optim.weight_decay=0", "optim=sgd", "model.layers=3",
-                     "model.tied=true", "train.steps=7", "train.batch=3", "train.amp=bf16", "data.sequence=64", "data.eval_tokens=5000",
-                     "intervention=[head_residual]", "optim.decay=[matrix]"):  # fmt: skip
+                     "model.tied=true", "train.steps=7", "train.batch=3", "train.amp=bf16", "data.sequence=64",
+                     "data.eval_tokens=5000", "intervention=[head_residual]", "optim.decay=[matrix]"):  # fmt: skip
         seen.append(identity(override))
     cfg = compose_run([])
     seen += [run_id(cfg, {**HASHES, "text": "u"}), run_id(cfg, {**HASHES, "tokenizer": "bpe-300"})]

@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import shutil
 import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +64,7 @@ def watched(cfg: DictConfig) -> dict[str, Any]:
 
 
 def covers(have: dict[str, Any], want: dict[str, Any]) -> bool:
-    """Whether a record holds what another asks for: its probes with their settings, and cadences that divide its own."""
+    """Whether a record holds what another asks for: its probes with their settings, cadences that divide its own."""
 
     def divides(a: int, b: int) -> bool:
         return b == 0 or (a > 0 and b % a == 0)
@@ -74,50 +77,73 @@ def covers(have: dict[str, Any], want: dict[str, Any]) -> bool:
 
 
 def widen(cfg: DictConfig, have: dict[str, Any]) -> None:
-    """Adds to the probes of a config those a record holds beside them, so that a rerun loses nothing."""
+    """Adds to a config the probes and cadences of a record, or of another experiment's config, so that it covers both.
+
+    Settings of which a run can have one only (a probe's, but for its cadence) stay as the config has them.
+    """
+    cfg.every.eval = math.gcd(cfg.every.eval, have["every"]["eval"])
     for name, settings in have["probe"].items():
         if name not in cfg.probe:
             OmegaConf.update(cfg, f"probe.{name}", settings, force_add=True)
+        elif {**settings, "every": 0} == {**cfg.probe[name], "every": 0}:
+            cfg.probe[name].every = math.gcd(cfg.probe[name].every, settings["every"])
+
+
+def adopt(cfg: DictConfig, have: dict[str, Any]) -> None:
+    """Gives a config the probes and cadences of a record that is to be continued."""
+    OmegaConf.update(cfg, "every", have["every"])
+    cfg.probe = have["probe"]
 
 
 def is_current(rundir: RunDir, cfg: DictConfig, fresh: bool) -> bool:
     """Whether a finished run holds what this config asks for; with `fresh` it must also come from the current code."""
-    meta = rundir.read("meta.json") or {}
+    meta = rundir.read("meta.json", damaged_is_none=fresh) or {}
     stale = meta.get("code_hash") != code_hash(cfg.model.kind, list(cfg.intervention))
+    if fresh and rundir.read("summary.json", damaged_is_none=True) is None:
+        return False
     return bool(meta) and covers(meta["watched"], watched(cfg)) and not (fresh and stale)
 
 
-def run_one(cfg: DictConfig, fresh: bool = False) -> Outcome:
-    """Runs, continues or skips one run. `fresh` starts stale, failed and unfinished ones anew.
+def run_one(cfg: DictConfig, fresh: bool = False, also: Sequence[dict[str, Any]] = ()) -> Outcome:
+    """Runs, continues or skips one run.
 
-    Raises ConfigError for bad input, Held if another process has the run, Interrupted after a signal; any other error is
-    written to the run's own log and failed.json, and raised.
+    `fresh` starts stale, damaged, failed and unfinished ones anew; `also`: what other experiments watch in this run.
+    Raises ConfigError for bad input, Held if another process has the run, Interrupted after a signal; any other error
+    is written to the run's own log and failed.json, and raised.
     """
     identity, hashes = identify(cfg)
+    for other in also:
+        widen(cfg, other)
     rundir = RunDir(runs_root(cfg), identity)
     code = code_hash(cfg.model.kind, list(cfg.intervention))
     with rundir.claim():
-        meta = rundir.read("meta.json")
-        if meta is not None:
-            stale = meta["code_hash"] != code
-            if rundir.done:
-                if is_current(rundir, cfg, fresh):
-                    return Outcome(identity, "done", rundir.read("summary.json") or {})
+        meta, aside = rundir.read("meta.json", damaged_is_none=fresh), True
+        if meta is not None and rundir.done:
+            if is_current(rundir, cfg, fresh):
+                return Outcome(identity, "done", rundir.read("summary.json") or {})
+            widen(cfg, meta["watched"])
+        # what two versions of the code, or two sets of probes, wrote half each is no record of either
+        elif meta is not None and not fresh and meta["code_hash"] == code:
+            if covers(meta["watched"], watched(cfg)):
+                adopt(cfg, meta["watched"])
+                aside = False
+            else:
                 widen(cfg, meta["watched"])
-                rundir.set_aside()
-            # what two versions of the code, or two sets of probes, wrote half each is no record of either
-            elif fresh or stale or meta["watched"] != watched(cfg):
-                rundir.set_aside()
-        elif rundir.path.exists():
-            rundir.set_aside()
-        return Outcome(identity, "ran", fit(cfg, rundir, hashes, code))
+        moved = rundir.set_aside() if aside else None
+        try:
+            return Outcome(identity, "ran", fit(cfg, rundir, hashes, code))
+        except ConfigError:
+            if moved and not rundir.path.exists():  # refused before it began
+                moved.rename(rundir.path)
+            raise
 
 
 def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> dict[str, Any]:
     """Builds and trains in a claimed folder, from its checkpoint if it has one."""
+    made = not rundir.path.exists()
     with disk(rundir.root):
         rundir.path.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(rundir.path / "log.txt")
+        handler = logging.FileHandler(rundir.path / "log.txt", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -126,38 +152,56 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
     try:
         tokens = data.load(cfg.data)
         from .build import build  # from here on torch is loaded
+        from .trainer import NonFiniteLoss
 
         recorder = Recorder(rundir.path, WandbMirror(rundir.path, cfg.logger) if cfg.logger.name == "wandb" else None)
         trainer, record = build(cfg, tokens, rundir, recorder)
         atomic_write(rundir.path / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         write_json(rundir.path / "meta.json", {
-            **provenance(), **record, "id": rundir.id, "code_hash": code, "data": cfg.data.name, "data_hash": hashes["text"],
-            "tokenizer_hash": hashes["tokenizer"], "watched": watched(cfg), "seed": cfg.seed, "experiment": cfg.experiment,
-            "scale": cfg.scale, "arm": cfg.arm, "label": cfg.label})
+            **provenance(), **record, "id": rundir.id, "code_hash": code, "data": cfg.data.name,
+            "data_hash": hashes["text"], "tokenizer_hash": hashes["tokenizer"], "watched": watched(cfg),
+            **{key: cfg[key] for key in ("seed", "experiment", "scale", "arm", "label")}})
+        made = False
         state = rundir.load()
-        if state is None:
-            recorder.truncate({})
-        else:
-            trainer.restore(state)
-            log.info("continuing at step %d", trainer.step)
-        (rundir.path / "failed.json").unlink(missing_ok=True)
-        trainer.fit()
-        recorder.flush()
+        if state is None or "optimiser" in state:
+            if state is None:
+                recorder.truncate({})
+            else:
+                trainer.restore(state)
+                log.info("continuing at step %d", trainer.step)
+            (rundir.path / "failed.json").unlink(missing_ok=True)
+            trainer.fit()
+            seconds = trainer.elapsed()
+            state = {"step": trainer.step, "task": trainer.task.state_dict(), "offsets": recorder.offsets(),
+                     "wall_s": round(seconds, 3), "core_s": round(
+                         seconds / (time.perf_counter() - wall) * (time.process_time() - cpu), 3)}
+            rundir.save(state)  # weights alone, for later studies
+        else:  # trained to the end, and ended before the summary was written
+            recorder.truncate(state["offsets"])
         summary = summarise(rundir.path) | {
-            "id": rundir.id, "steps": trainer.step, "wall_s": round(trainer.elapsed(), 3),
-            "core_s": round(trainer.elapsed() / (time.perf_counter() - wall) * (time.process_time() - cpu), 3)}
-        rundir.save({"step": trainer.step, "task": trainer.task.state_dict()})  # weights alone, for later studies
+            "id": rundir.id, "steps": state["step"], "wall_s": state["wall_s"], "core_s": state["core_s"]}
+        for name in ("val/loss", "test/loss"):
+            if summary[name] is None:  # the last update did it
+                raise NonFiniteLoss(f"{name} is not finite at step {state['step']}: lower optim.lr")
         write_json(rundir.path / "summary.json", summary)
+        (rundir.path / "failed.json").unlink(missing_ok=True)
         ended = "done"
         return summary
     except BaseException as error:
         if type(error).__name__ == "Interrupted" or isinstance(error, KeyboardInterrupt):
             ended = "interrupted"
+        elif isinstance(error, ConfigError) and made:  # refused before anything was made: nothing stays
+            shutil.rmtree(rundir.path, ignore_errors=True)
         else:
-            log.error("%s", traceback.format_exc())
-            write_json(rundir.path / "failed.json", {
-                "error": type(error).__name__, "message": str(error), "time": time.time(),
-                "diverged": type(error).__name__ == "NonFiniteLoss"})
+            if isinstance(error, ConfigError):  # says all there is to say, and whoever called says it
+                handler.handle(log.makeRecord(log.name, logging.ERROR, "", 0, "%s", (error,), None))
+            else:
+                log.error("%s", traceback.format_exc())
+                error.logged = True  # type: ignore[attr-defined]
+            with suppress(ConfigError):  # a full disk is no reason to hide the error
+                write_json(rundir.path / "failed.json", {
+                    "error": type(error).__name__, "message": str(error), "time": time.time(),
+                    "diverged": type(error).__name__ == "NonFiniteLoss"})
         raise
     finally:
         if recorder:
@@ -171,7 +215,8 @@ def summarise(folder: Path) -> dict[str, Any]:
     summary: dict[str, Any] = {}
     for row in read_rows(folder / "metrics.jsonl", finished=True):
         for name, value in row.items():
-            if name in ("step", "nonfinite") or name.startswith(("time/", "rank/") + ("val/curve",)) and name != "rank/weight_mean":
+            curve = name.startswith(("time/", "rank/", "val/curve")) and name != "rank/weight_mean"
+            if curve or name in ("step", "nonfinite"):
                 continue
             if row["step"] == 0:
                 summary[f"{name}@0"] = value
@@ -195,11 +240,14 @@ def single(overrides: Sequence[str]) -> int:
     except Held as error:
         print(f"{error}; nothing to do here", file=sys.stderr)
         return 0
+    except KeyboardInterrupt:
+        print("stopped; the same command continues it from its last checkpoint", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except Exception as error:
         if type(error).__name__ == "Interrupted":
             print(error, file=sys.stderr)
             return EXIT_INTERRUPTED
-        if not logging.getLogger("backrank").handlers:
+        if not hasattr(error, "logged"):
             traceback.print_exc()
         print(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -229,7 +277,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return codes[-1]
 
     try:
-        result = job()
+        job()
+    except SystemExit as end:
+        return int(end.code or 0)
+    except KeyboardInterrupt:
+        print("stopped; the same command continues", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -243,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {explain(error, [a for a in argv if not a.startswith('-')])}", file=sys.stderr)
             return EXIT_CONFIG
         raise
-    return result if isinstance(result, int) else max(codes, default=0)
+    return max(codes, default=0)
 
 
 if __name__ == "__main__":

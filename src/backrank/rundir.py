@@ -39,16 +39,21 @@ class RunDir:
 
     # ------------------------------------------------------------------------------------------------------- state
 
-    def read(self, name: str) -> dict[str, Any] | None:
+    def read(self, name: str, damaged_is_none: bool = False) -> dict[str, Any] | None:
         """A JSON file of the folder; None if there is none. Written atomically, so a torn one is an error."""
         path = self.path / name
         try:
-            return json.loads(path.read_text())
+            value = json.loads(path.read_text())
+            if not isinstance(value, dict):
+                raise ValueError("not an object")
+            return value
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise ConfigError("runs", path, f"is no valid JSON ({error})", f"Run with FRESH=1, or move {self.path} away") \
-                from None
+            if damaged_is_none:
+                return None
+            remedy = f"Run with FRESH=1, or move {self.path} away"
+            raise ConfigError("runs", path, f"is no valid JSON ({error})", remedy) from None
 
     @property
     def done(self) -> bool:
@@ -82,23 +87,30 @@ class RunDir:
             self.lock.parent.mkdir(parents=True, exist_ok=True)
             f = open(self.lock, "a+")  # noqa: SIM115 - held until the run ends
         with f:
-            try:
-                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise Held(f"run {self.id} is held by {self.holder() or 'another process'}") from None
+            for attempt in range(5):
+                try:
+                    fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if attempt == 4:
+                        raise Held(f"run {self.id} is held by {self.holder() or 'another process'}") from None
+                    time.sleep(0.02)  # `holder` looks by locking too, for a moment
             f.truncate(0)
             f.write(f"{socket.gethostname()} pid {os.getpid()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
             f.flush()
             yield
             f.truncate(0)
 
-    def set_aside(self) -> None:
-        """Moves the folder to `<id>.old-<n>`: nothing is overwritten."""
-        if self.path.exists():
-            n = 1
-            while (target := self.root / f"{self.id}.old-{n}").exists():
-                n += 1
+    def set_aside(self) -> Path | None:
+        """Moves the folder, if there is one, to `<id>.old-<n>`, which is returned: nothing is overwritten."""
+        if not self.path.exists():
+            return None
+        n = 1
+        while (target := self.root / f"{self.id}.old-{n}").exists():
+            n += 1
+        with disk(self.root):
             self.path.rename(target)
+        return target
 
     # -------------------------------------------------------------------------------------------------- checkpoints
 
@@ -111,8 +123,16 @@ class RunDir:
 
         partial = self.checkpoint.with_suffix(".tmp")
         with disk(self.path):
-            torch.save(state, partial)
-            os.replace(partial, self.checkpoint)
+            try:
+                with open(partial, "wb") as file:
+                    torch.save(state, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(partial, self.checkpoint)
+            except RuntimeError as error:  # torch's writer hides what the system said
+                raise error.__context__ if isinstance(error.__context__, OSError) else OSError(str(error)) from None
+            finally:
+                partial.unlink(missing_ok=True)
 
     def load(self) -> dict[str, Any] | None:
         """The checkpoint, or None. Only tensors and plain data are unpickled."""
@@ -124,7 +144,7 @@ class RunDir:
             return torch.load(self.checkpoint, map_location="cpu", weights_only=True)
         except Exception as error:
             raise ConfigError("runs", self.checkpoint, f"cannot be read as a checkpoint ({type(error).__name__})",
-                              f"FRESH=1 starts run {self.id} anew and keeps this folder as {self.id}.old-<n>") from error
+                              f"FRESH=1 starts the run anew and keeps this folder as {self.id}.old-<n>") from error
 
 
 # ------------------------------------------------------------------------------------------------------- provenance
@@ -164,7 +184,8 @@ def stripped(source: str) -> str:
 
 def git(*args: str) -> str:
     try:
-        return subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, timeout=10).stdout.strip()
+        done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, timeout=10)
+        return done.stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
