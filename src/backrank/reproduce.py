@@ -2,14 +2,17 @@
 
     python -m backrank.reproduce run|plan|status|report <paper> [<paper> ...]
 
-Settings come from the environment, so that no value needs quoting: SCALE, ONLY (experiments), SEEDS, JOBS, DEVICE, LOGGER,
-REUSE=1 (committed rows count as done), FRESH=1 (rerun what older code made), FORCE=1 (a report of fewer runs), RESULTS.
+Settings come from the environment, so that no value needs quoting: SCALE, ONLY (experiments), SEEDS, JOBS, DEVICE,
+LOGGER, REUSE=1 (committed rows count as done), FRESH=1 (rerun what older code made), FORCE=1 (a report of fewer runs),
+RESULTS (folder of the committed rows and reports).
 BACKRANK_DATA and BACKRANK_RUNS are read by the configs.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -50,7 +53,7 @@ class Settings:
         self.seeds = [number("SEEDS", s, 0) for s in split(env.get("SEEDS"))] or None
         self.jobs = number("JOBS", env["JOBS"], 1) if env.get("JOBS") else default_workers()
         self.fresh, self.reuse, self.force = (env.get(k) not in (None, "", "0") for k in ("FRESH", "REUSE", "FORCE"))
-        self.extra = [f"{key}={env[name]}" for name, key in (("DEVICE", "device"), ("LOGGER", "logger")) if env.get(name)]
+        self.extra = [f"{name.lower()}={env[name]}" for name in ("DEVICE", "LOGGER") if env.get(name)]
 
     def studies(self, paper: str) -> list[Study]:
         names = experiments(paper)
@@ -60,19 +63,23 @@ class Settings:
         for name in self.only:
             full = name if "/" in name else f"{paper}/{name}"
             if full not in names:
-                raise ConfigError("ONLY", name, f"is no experiment of {paper}", nearest(name, [n.split("/")[1] for n in names]))
+                known = [n.split("/")[1] for n in names]
+                raise ConfigError("ONLY", name, f"is no experiment of {paper}", nearest(name, known))
             chosen.append(full)
         return [Study(name, self.scale, self.extra, seeds=self.seeds) for name in chosen or names]
 
 
-def studies_of(point: dict[str, str], arms: Sequence[str] | None, seeds: Sequence[str] | None) -> list[Study]:
-    """The study of one point of a command-line sweep."""
+def studies_of(point: dict[str, str], arms: Sequence[str] | None, seeds: Sequence[str] | None,
+               swept: Sequence[str] = ()) -> list[Study]:
+    """The study of one point of a command-line sweep; `swept`: the keys that vary."""
+    named = " ".join(f"{key}={point[key]}" for key in swept if key != "experiment")
     point = dict(point)
     experiment, scale = point.pop("experiment", None), point.pop("scale", "laptop")
     if experiment is not None and experiment not in experiments():
         raise ConfigError("experiment", experiment, "does not exist", nearest(experiment, experiments()))
     extra = [f"{key}={value}" for key, value in point.items()]
-    return [Study(experiment, scale, extra, arms, [number("seed", s, 0) for s in seeds] if seeds else None)]
+    return [Study(experiment, scale, extra, arms, [number("seed", s, 0) for s in seeds] if seeds else None,
+                  named)]
 
 
 def runs_root(studies: Sequence[Study]) -> Path:
@@ -87,12 +94,20 @@ def execute(studies: Sequence[Study], env: Mapping[str, str] = os.environ, **opt
     started = time.time()
     for study in studies:  # all bad input is found before anything runs
         for arm in study.arms:
-            study.config(arm)
+            if study.config(arm)[0].device == "cuda" and not has_cuda():
+                raise ConfigError("device", "cuda", "is not there", "Use device=cpu (DEVICE=cpu)")
     sweep = Sweep(studies, runs_root(studies), settings.jobs, settings.fresh, **options)
     code = sweep.run()
     print(f"{len(sweep.ran)} runs done, {len(sweep.skipped)} skipped, {len(sweep.failed)} failed "
           f"in {(time.time() - started) / 60:.1f} min; folders in {sweep.root}")
     return code
+
+
+@functools.cache
+def has_cuda() -> bool:
+    """Asks torch in a process of its own."""
+    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 0
 
 
 # ------------------------------------------------------------------------------------------------------ the commands
@@ -203,7 +218,7 @@ def parameters(cfg: Any) -> int:
 
 
 def guess_seconds(cfg: Any) -> float:
-    """A run's seconds on one core from its arithmetic (6 FLOP a parameter and token) at 15 GFLOP/s: within a factor 2."""
+    """A run's seconds on one core from its arithmetic (6 FLOP a parameter and token) at 15 GFLOP/s, within twofold."""
     tokens = cfg.train.steps * cfg.train.batch * cfg.train.accumulate * cfg.data.sequence
     evaluated = 2 * (cfg.data.eval_tokens or 1_000_000)
     return parameters(cfg) * (6 * tokens + 2 * evaluated) / 15e9 + cfg.train.steps * 0.015
@@ -270,10 +285,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = Settings()
         if command == "status":
             return status(papers, settings)
-        return max(commands[command](paper, settings) for paper in papers)
+        code = 0
+        for paper in papers:
+            code = max(code, commands[command](paper, settings))
+            if code == 130:
+                break
+        return code
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command continues", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

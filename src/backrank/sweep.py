@@ -14,13 +14,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .config import ConfigError
 from .plan import Job, Progress, Study
-from .run import is_current
+from .recorder import disk
+from .run import is_current, watched
 from .rundir import Held, RunDir, write_json
 
 
@@ -44,14 +46,16 @@ class Sweep:
         self.failed: dict[str, tuple[Job, str]] = {}
         self.ran: dict[str, float] = {}  # id -> wall seconds in this call
         self.skipped: set[str] = set()
+        self.seen: set[tuple[int, str]] = set()  # (study, id): settled or executed for it in this call
         self.stopping = False
+        self.error: BaseException | None = None
         self._losses: dict[str, dict[str, float]] = {}
 
     # --------------------------------------------------------------------------------------------- what is known
 
     def losses(self, run: str) -> dict[str, float] | None:
         if run not in self._losses:
-            found = finished_losses(RunDir(self.root, run)) or self.committed.get(run)
+            found = finished_losses(RunDir(self.root, run), self.fresh) or self.committed.get(run)
             if found is None:
                 return None
             self._losses[run] = found
@@ -60,16 +64,23 @@ class Sweep:
     def progress(self) -> list[Progress]:
         return [study.progress(self.losses, lambda run: run in self.failed) for study in self.studies]
 
-    def next_job(self) -> Job | None:
-        """A run that nobody has in hand and that is not done yet; what is done already is counted on the way."""
-        for study, progress in zip(self.studies, self.progress(), strict=True):
+    def next_job(self) -> tuple[int, Job, list[dict[str, Any]]] | None:
+        """(study, a run that nobody has in hand and that is not done yet, what other studies watch in the same run).
+
+        What is done already is counted on the way.
+        """
+        plans = self.progress()
+        for n, (study, progress) in enumerate(zip(self.studies, plans, strict=True)):
             for job in progress.jobs:
-                if job.id in self.running | self.held | self.skipped or job.id in self.ran or job.id in self.failed:
+                if job.id in self.running | self.held or job.id in self.failed or (n, job.id) in self.seen:
                     continue
                 if self.settled(study, job):
-                    self.skipped.add(job.id)
+                    self.seen.add((n, job.id))
+                    if job.id not in self.ran:
+                        self.skipped.add(job.id)
                     continue
-                return job
+                others = [(m, j.arm) for m, p in enumerate(plans) if m != n for j in p.jobs if j.id == job.id]
+                return n, job, [watched(self.studies[m].config(arm)[0]) for m, arm in others]
         return None
 
     def settled(self, study: Study, job: Job) -> bool:
@@ -92,7 +103,8 @@ class Sweep:
         else:
             previous = {n: signal.signal(n, self._interrupt) for n in (signal.SIGINT, signal.SIGTERM)} if main else {}
             try:
-                threads = [threading.Thread(target=self._loop, args=(Worker(self.fresh, n),)) for n in range(self.workers)]
+                workers = [Worker(self.fresh, n) for n in range(self.workers)]
+                threads = [threading.Thread(target=self._loop, args=(w,)) for w in workers]
                 for t in threads:
                     t.start()
                 while any(t.is_alive() for t in threads):
@@ -100,6 +112,8 @@ class Sweep:
             finally:
                 for number, handler in previous.items():
                     signal.signal(number, handler)
+        if isinstance(self.error, Exception):
+            raise self.error
         self._report()
         return 130 if self.stopping else 1 if self.failed else 0
 
@@ -115,28 +129,37 @@ class Sweep:
         try:
             while not self.stopping:
                 with self.cond:
-                    job = self.next_job()
-                    if job is None:
+                    found = self.next_job()
+                    if found is None:
                         if not self.running and not self.held:
                             return
                         if not self.running:  # all that is left is in other hands: see whether they have finished
                             self.held.clear()
                         self.cond.wait(1.0)  # or a sibling's result opens more
                         continue
+                    study, job, also = found
                     self.running.add(job.id)
-                status, detail = worker.execute(job)
+                status, detail = worker.execute(job, also)
                 with self.cond:
                     self.running.discard(job.id)
-                    self._settle(job, status, detail)
+                    self._settle(study, job, status, detail)
                     self.cond.notify_all()
+        except BaseException as error:  # a thread's own end would go unseen, and its siblings would wait for it
+            self.error = self.error or error
+            self.stopping = True
+            for other in self.workers_alive:
+                if other is not worker:
+                    other.interrupt()
         finally:
             worker.close()
 
-    def _settle(self, job: Job, status: str, detail: Any) -> None:
+    def _settle(self, study: int, job: Job, status: str, detail: Any) -> None:
         self._losses.pop(job.id, None)
         if status == "held":
             self.held.add(job.id)
-        elif status == "done":
+            return
+        self.seen.add((study, job.id))  # once in a call, whatever comes out
+        if status == "done":
             self.skipped.add(job.id)
         elif status == "interrupted" or self.stopping and status == "died":
             self.stopping = True
@@ -149,6 +172,8 @@ class Sweep:
             self.say(job, f"diverged: {detail}")
         else:
             if status == "died":
+                with disk(self.root):
+                    RunDir(self.root, job.id).path.mkdir(exist_ok=True)
                 write_json(RunDir(self.root, job.id).path / "failed.json",
                            {"error": "WorkerDied", "message": detail, "time": time.time(), "diverged": False})
             self.failed[job.id] = job, str(detail)
@@ -157,8 +182,9 @@ class Sweep:
     def say(self, job: Job, what: str) -> None:
         jobs = [j for p in self.progress() for j in p.jobs]
         unnamed = sum(p.unnamed for p in self.progress())
-        done = sum(self.losses(j.id) is not None for j in jobs)
-        left = len(jobs) - done + unnamed - sum(j.id in self.failed for j in jobs)
+        failed = sum(j.id in self.failed for j in jobs)
+        done = sum(self.losses(j.id) is not None and j.id not in self.failed for j in jobs)
+        left = len(jobs) - done + unnamed - failed
         mine = [s for s in self.ran.values() if s]
         eta = f", about {left * sum(mine) / len(mine) / self.workers / 60:.0f} min" if mine and left else ""
         self.said(f"[{done}/{len(jobs) + unnamed}] {job}: {what}  (failed {len(self.failed)}, left {left}{eta})")
@@ -172,12 +198,16 @@ class Sweep:
         if self.failed:
             self.said(f"{len(self.failed)} runs failed; the same command tries them again:")
             for job, why in self.failed.values():
-                self.said(f"  {job.id} {job}: {why} (log: {self.root / job.id / 'log.txt'})")
+                text = self.root / job.id / "log.txt"
+                self.said(f"  {job.id} {job}: {why}" + (f" (log: {text})" if text.exists() else ""))
 
 
-def finished_losses(rundir: RunDir) -> dict[str, float] | None:
-    """Final losses by split of a finished run; infinite ones of a run that diverged; None otherwise."""
-    summary = rundir.read("summary.json")
+def finished_losses(rundir: RunDir, fresh: bool = False) -> dict[str, float] | None:
+    """Final losses by split of a finished run; infinite ones of a run that diverged; None otherwise.
+
+    With `fresh` a damaged summary counts as none.
+    """
+    summary = rundir.read("summary.json", damaged_is_none=fresh)
     if summary is not None:
         return {"validation": summary["val/loss"], "test": summary["test/loss"]}
     failed = rundir.read("failed.json")
@@ -186,18 +216,20 @@ def finished_losses(rundir: RunDir) -> dict[str, float] | None:
     return None
 
 
-def attempt(job: Job, fresh: bool) -> tuple[str, Any]:
-    """Runs one job in this process: (status, summary or message)."""
+def attempt(job: Job, fresh: bool, also: Sequence[dict[str, Any]] = ()) -> tuple[str, Any]:
+    """Runs one job in this process: (status, summary or message). `also` as in `run_one`."""
     from .compose import compose_run
     from .run import run_one
 
     try:
-        outcome = run_one(compose_run(job.overrides), fresh)
+        outcome = run_one(compose_run(job.overrides), fresh, also)
         if outcome.id != job.id:
             return "failed", f"the config or its data changed since it was planned as {job.id}; start the command again"
         return outcome.status, outcome.summary
     except Held as error:
         return "held", str(error)
+    except KeyboardInterrupt:
+        return "interrupted", "stopped"
     except Exception as error:
         kind = type(error).__name__
         status = {"Interrupted": "interrupted", "NonFiniteLoss": "diverged"}.get(kind, "failed")
@@ -210,8 +242,8 @@ class InProcess:
     def __init__(self, fresh: bool):
         self.fresh = fresh
 
-    def execute(self, job: Job) -> tuple[str, Any]:
-        return attempt(job, self.fresh)
+    def execute(self, job: Job, also: Sequence[dict[str, Any]]) -> tuple[str, Any]:
+        return attempt(job, self.fresh, also)
 
     def interrupt(self) -> None:
         pass
@@ -226,18 +258,18 @@ class Worker:
     def __init__(self, fresh: bool, number: int):
         self.fresh, self.number = fresh, number
         self.process: subprocess.Popen[str] | None = None
+        self.stopping = False
 
-    def execute(self, job: Job) -> tuple[str, Any]:
-        if self.process is None or self.process.poll() is not None:
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            if gpus():
-                env["CUDA_VISIBLE_DEVICES"] = str(gpus()[self.number % len(gpus())])
-            # its own session: Ctrl-C reaches the parent, which passes it on once
-            self.process = subprocess.Popen([sys.executable, "-m", "backrank.sweep"], stdin=subprocess.PIPE,
-                                            stdout=subprocess.PIPE, text=True, env=env, start_new_session=True)
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(json.dumps({**vars(job), "fresh": self.fresh}) + "\n")
-        self.process.stdin.flush()
+    def execute(self, job: Job, also: Sequence[dict[str, Any]]) -> tuple[str, Any]:
+        order = json.dumps({"job": vars(job), "fresh": self.fresh, "also": also}) + "\n"
+        try:
+            self._send(order)
+        except BrokenPipeError:  # it died between two jobs
+            self.close()
+            self._send(order)
+        assert self.process and self.process.stdout
+        if self.stopping:  # asked to while it was being started
+            self.interrupt()
         reply = self.process.stdout.readline()
         if reply:
             status, detail = json.loads(reply)
@@ -246,13 +278,28 @@ class Worker:
         return "died", f"the worker was killed by {signal.Signals(-code).name}" if code < 0 else \
             f"the worker ended with exit code {code}"
 
+    def _send(self, order: str) -> None:
+        if self.process is None or self.process.poll() is not None:
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+            if gpus():
+                env["CUDA_VISIBLE_DEVICES"] = str(gpus()[self.number % len(gpus())])
+            # its own session: Ctrl-C reaches the parent, which passes it on once
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "backrank.sweep", str(os.getpid())], env=env, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        assert self.process.stdin
+        self.process.stdin.write(order)
+        self.process.stdin.flush()
+
     def interrupt(self) -> None:
+        self.stopping = True
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 
     def close(self) -> None:
         if self.process is not None and self.process.stdin:
-            self.process.stdin.close()
+            with suppress(BrokenPipeError):
+                self.process.stdin.close()
             self.process.wait()
 
 
@@ -269,9 +316,10 @@ def default_workers() -> int:
     return len(gpus()) or len(os.sched_getaffinity(0))
 
 
-def worker_main() -> None:
+def worker_main(parent: int) -> None:
     """stdin: one job a line; stdout: one reply a line. Stops, saving the run in hand, when its parent is gone."""
-    parent, replies, sys.stdout = os.getppid(), sys.stdout, sys.stderr
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed is no reply
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -281,10 +329,14 @@ def worker_main() -> None:
     threading.Thread(target=watch, daemon=True).start()
     for line in sys.stdin:
         given = json.loads(line)
-        fresh = given.pop("fresh")
-        job = Job(**{**given, "overrides": tuple(given["overrides"]), "settings": tuple(map(tuple, given["settings"]))})
-        print(json.dumps(attempt(job, fresh)), file=replies, flush=True)
+        job = {**given["job"], "overrides": tuple(given["job"]["overrides"]),
+               "settings": tuple(map(tuple, given["job"]["settings"]))}
+        reply = attempt(Job(**job), given["fresh"], given["also"])
+        try:
+            print(json.dumps(reply), file=replies, flush=True)
+        except BrokenPipeError:  # nobody is left to read it
+            os._exit(1)
 
 
 if __name__ == "__main__":
-    worker_main()
+    worker_main(int(sys.argv[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,8 @@ class PlanSweeper(Sweeper):
     def setup(self, *, hydra_context: Any, task_function: Callable[[DictConfig], Any], config: DictConfig) -> None:
         self.config = config
 
-    def sweep(self, arguments: list[str]) -> int:
+    def sweep(self, arguments: list[str]) -> None:
+        """Exits with the sweep's code, since Hydra drops what a sweeper returns."""
         from backrank.compose import parse
         from backrank.reproduce import execute, studies_of
 
@@ -31,7 +33,7 @@ class PlanSweeper(Sweeper):
             swept = override.is_sweep_override()
             axes[key] = list(override.sweep_string_iterator()) if swept else [override.get_value_element_as_str()]
         arms, seeds = axes.pop("arm", None), axes.pop("seed", None)
-        studies = []
+        studies, swept = [], [key for key, values in axes.items() if len(values) > 1]
         for point in itertools.product(*axes.values()):
-            studies += studies_of(dict(zip(axes, point, strict=True)), arms, seeds)
-        return execute(studies)
+            studies += studies_of(dict(zip(axes, point, strict=True)), arms, seeds, swept)
+        sys.exit(execute(studies))
