@@ -90,7 +90,8 @@ class Snapshot:
         def compute() -> dict[str, Tensor]:
             named = {n: p for n, p in self.task.named_parameters() if p.requires_grad}
             with torch.enable_grad():
-                loss = self.task.loss(self.x_BT, self.y_BT, self.y_BT.numel(), sites=through_sites, loss="plain")
+                supervised = int((self.y_BT >= 0).sum())  # a held-out split shorter than the batch is padded
+                loss = self.task.loss(self.x_BT, self.y_BT, supervised, sites=through_sites, loss="plain")
                 grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
             return {n: g for n, g in zip(named, grads, strict=True) if g is not None}
 

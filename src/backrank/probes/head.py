@@ -26,8 +26,8 @@ class HeadGradient(Probe):
 def principal_cosines(first_VD: Tensor, second_VD: Tensor) -> Tensor:
     """Cosines of the principal angles between two column spaces, in falling order, float64.
 
-    They are the singular values of Q_1^T Q_2 with Q = W (W^T W)^(-1/2); directions below 1e-10 of the largest eigenvalue
-    of W^T W do not count, so that a head of rank r < D has r angles.
+    They are the singular values of Q_1^T Q_2 with Q = W (W^T W)^(-1/2); directions below 1e-10 of the largest
+    eigenvalue of W^T W do not count, so that a head of rank r < D has r angles.
     """
     import torch
 
@@ -48,5 +48,7 @@ class FeedbackRotation(Probe):
         weight = snapshot.weight_VD
         if snapshot.step == 0:
             self.state["initial"] = weight.clone()
+        if not (weight.isfinite().all() and weight.any()):  # no column space; the loss is about to say why
+            return {"rotation/mean_cos": math.nan, "rotation/min_cos": math.nan}, []
         cosines = principal_cosines(weight, self.state["initial"])
         return {"rotation/mean_cos": float(cosines.mean()), "rotation/min_cos": float(cosines[-1])}, []

@@ -26,10 +26,12 @@ def layer_rows(matrices: dict[str, dict[str, Tensor]], kind: str) -> Measured:
 
 def parts(task: Any) -> dict[str, dict[str, Tensor]]:
     """Every matrix of the model by part: block (the papers' layer list), and apart from it embeddings and head."""
+    from torch.nn import Parameter
+
     from ..spectra import block_matrices, other_matrices
 
     named = {"block": block_matrices(task), "other": other_matrices(task)}
-    if hasattr(task.head, "factors"):  # a product's own spectrum, beside those of its factors
+    if not isinstance(task.head.weight, Parameter):  # a product's own spectrum, beside those of its factors
         named["other"] = {**named["other"], "head.weight": task.head.weight.detach()}
     return named
 
@@ -69,23 +71,24 @@ class OutputError(Probe):
     def measure(self, snapshot: Snapshot) -> Measured:
         import torch
 
-        from ..head import residual_chunks
+        from ..head import IGNORE, residual_chunks
         from ..spectra import effective_rank, gram_spectrum
 
-        errors = torch.cat([e.clone() for _, e in residual_chunks(
-            snapshot.hidden_ND, snapshot.weight_VD, snapshot.targets_N)])
+        targets = snapshot.targets_N
+        supervised = targets != IGNORE  # a held-out split shorter than the batch is padded
+        errors = torch.cat([e for _, e in residual_chunks(snapshot.hidden_ND, snapshot.weight_VD, targets)])[supervised]
         s = gram_spectrum(errors)
         vocab = errors.shape[1]
         return {"output/r_out": float(effective_rank(s)),
-                "output/r_out_null": float(effective_rank(uniform_error_spectrum(snapshot.targets_N, vocab))),
+                "output/r_out_null": float(effective_rank(uniform_error_spectrum(targets[supervised], vocab))),
                 "output/errors": errors.shape[0]}, []
 
 
 def uniform_error_spectrum(targets_N: Tensor, vocab: int) -> Tensor:
     """Singular values of the N x V matrix 1/V - onehot(y) in closed form.
 
-    E^T E = N u u^T - u c^T - c u^T + diag(c) with u = 1/V and c the class counts; the classes that never occur share one
-    direction, which keeps the problem at (classes that occur + 1)^2.
+    E^T E = N u u^T - u c^T - c u^T + diag(c) with u = 1/V and c the class counts; the classes that never occur share
+    one direction, which keeps the problem at (classes that occur + 1)^2.
     """
     import torch
 
