@@ -47,7 +47,7 @@ class RunDir:
             if not isinstance(value, dict):
                 raise ValueError("not an object")
             return value
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError as error:
             if damaged_is_none:
@@ -119,8 +119,14 @@ class RunDir:
         return self.path / "checkpoint.pt"
 
     def save(self, state: dict[str, Any]) -> None:
+        """Replaces the checkpoint as a whole. Raises NonFiniteLoss rather than replace a good one by NaN or infinity."""
         import torch
 
+        from .trainer import NonFiniteLoss
+
+        if bad := [name for name, weight in state["task"].items() if not weight.isfinite().all()]:
+            raise NonFiniteLoss(f"{', '.join(bad)} holds non-finite entries at step {state['step']}; the last good "
+                                f"checkpoint is kept")
         partial = self.checkpoint.with_suffix(".tmp")
         with disk(self.path):
             try:

@@ -97,6 +97,8 @@ class Sweep:
 
     def run(self) -> int:
         """Executes until nothing is left. Returns the exit code: 0, 1 if a run failed, 130 after Ctrl-C."""
+        with disk(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
         main = threading.current_thread() is threading.main_thread()
         if self.workers == 1:
             self._loop(InProcess(self.fresh))
@@ -172,7 +174,7 @@ class Sweep:
             self.say(job, f"diverged: {detail}")
         else:
             if status == "died":
-                with disk(self.root):
+                with disk(self.root):  # it may have died before it began
                     RunDir(self.root, job.id).path.mkdir(exist_ok=True)
                 write_json(RunDir(self.root, job.id).path / "failed.json",
                            {"error": "WorkerDied", "message": detail, "time": time.time(), "diverged": False})
