@@ -168,7 +168,6 @@ def test_the_gradient_of_the_last_block_has_the_rank_of_what_reaches_it(trainer)
         assert torch.linalg.matrix_rank(G, rtol=1e-5) == rank
 
 
-@pytest.mark.xfail(strict=True, reason="the initial state is observed before begin_step has set the basis: it is zero")
 def test_through_sites_at_the_initial_state_is_not_zero(train):
     ran = train("probe=[gradient_spectrum]", "probe.gradient_spectrum.through_sites=true", "train.steps=1",
                 *with_intervention(("backward_rank", {"rank": 3})))  # fmt: skip

@@ -105,7 +105,6 @@ def test_wherever_it_was_cut(train, saved, at, overrides):
     cut_and_continue(train, *overrides, at=at, saved=saved)
 
 
-@pytest.mark.xfail(strict=True, reason="meta.json sorts the probes that `adopt` takes over, the checkpoint does not")
 def test_probes_keep_their_state_in_whatever_order_they_were_chosen(train):
     cut_and_continue(train, "probe=[weight_spectrum,feedback_rotation]")
 
@@ -368,7 +367,6 @@ def test_a_weight_spoiled_by_the_last_update_fails_the_run(train, monkeypatch):
     assert (ran.code, ran.summary, ran.read("failed.json")["diverged"]) == (run.EXIT_FAILED, None, True)
 
 
-@pytest.mark.xfail(strict=True, reason="weights that an update spoiled are saved before a loss shows it")
 @pytest.mark.parametrize(("step", "saved"), [(10, 5), (20, 15)])
 def test_a_weight_spoiled_at_a_checkpoints_own_step_does_not_replace_the_good_one(train, monkeypatch, step, saved):
     after(monkeypatch, step, spoil(math.nan))

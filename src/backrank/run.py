@@ -89,10 +89,11 @@ def widen(cfg: DictConfig, have: dict[str, Any]) -> None:
             cfg.probe[name].every = math.gcd(cfg.probe[name].every, settings["every"])
 
 
-def adopt(cfg: DictConfig, have: dict[str, Any]) -> None:
-    """Gives a config the probes and cadences of a record that is to be continued."""
-    OmegaConf.update(cfg, "every", have["every"])
-    cfg.probe = have["probe"]
+def adopt(cfg: DictConfig, rundir: RunDir) -> None:
+    """Gives a config the probes and cadences of a record that is to be continued, in the order of its config.yaml."""
+    written = OmegaConf.load(rundir.path / "config.yaml")
+    OmegaConf.update(cfg, "every", written.every)
+    cfg.probe = written.probe
 
 
 def is_current(rundir: RunDir, cfg: DictConfig, fresh: bool) -> bool:
@@ -125,7 +126,7 @@ def run_one(cfg: DictConfig, fresh: bool = False, also: Sequence[dict[str, Any]]
         # what two versions of the code, or two sets of probes, wrote half each is no record of either
         elif meta is not None and not fresh and meta["code_hash"] == code:
             if covers(meta["watched"], watched(cfg)):
-                adopt(cfg, meta["watched"])
+                adopt(cfg, rundir)
                 aside = False
             else:
                 widen(cfg, meta["watched"])

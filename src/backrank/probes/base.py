@@ -88,6 +88,9 @@ class Snapshot:
         import torch
 
         def compute() -> dict[str, Tensor]:
+            if through_sites and self.step == 0:  # before the first step the maps have nothing to read yet
+                for intervention in self.task.interventions:
+                    intervention.begin_step(0, self.task.head)
             named = {n: p for n, p in self.task.named_parameters() if p.requires_grad}
             with torch.enable_grad():
                 supervised = int((self.y_BT >= 0).sum())  # a held-out split shorter than the batch is padded
