@@ -339,7 +339,7 @@ def test_an_empty_folder_of_data(train, tmp_path, capsys):
     [
         ("meta.json", "{"), ("meta.json", ""), ("meta.json", "[]"), ("summary.json", '{"val/lo'), ("summary.json", "3"),
         ("checkpoint.pt", b"PK\x03\x04 no checkpoint"), ("checkpoint.pt", b""), ("metrics.jsonl", b'{"step": 0}\n'),
-        ("layers.jsonl", b""),
+        ("layers.jsonl", b""), ("config.yaml", b"{"), ("config.yaml", b""),
     ],
 )  # fmt: skip
 def test_a_damaged_folder_is_named_and_fresh_starts_anew(train, cut, capsys, monkeypatch, name, damage):
@@ -449,7 +449,18 @@ def test_the_last_update_alone_may_do_it(train, monkeypatch):
     monkeypatch.setattr(torch.optim.AdamW, "step", poison)
     ran = train()
     assert ran.code == 1 and ran.summary is None
-    assert ran.read("failed.json")["diverged"] and "val/loss" in ran.read("failed.json")["message"]
+    assert ran.read("failed.json")["diverged"] and "finite" in ran.read("failed.json")["message"]
+
+
+def test_a_final_loss_that_is_not_finite_is_no_result(train, monkeypatch):
+    """Weights may be finite and their loss not."""
+    from backrank.task import LanguageModel
+
+    evaluate = LanguageModel.evaluate
+    monkeypatch.setattr(LanguageModel, "evaluate", lambda *args: {**evaluate(*args), "loss": float("inf")})
+    ran = train()
+    assert ran.code == 1 and ran.summary is None and ran.read("failed.json")["diverged"]
+    assert train().code == 1 and "val/loss is not finite" in ran.read("failed.json")["message"]
 
 
 # Signals

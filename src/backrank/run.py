@@ -91,9 +91,15 @@ def widen(cfg: DictConfig, have: dict[str, Any]) -> None:
 
 def adopt(cfg: DictConfig, rundir: RunDir) -> None:
     """Gives a config the probes and cadences of a record that is to be continued, in the order of its config.yaml."""
-    written = OmegaConf.load(rundir.path / "config.yaml")
-    OmegaConf.update(cfg, "every", written.every)
-    cfg.probe = written.probe
+    path = rundir.path / "config.yaml"
+    try:
+        written = OmegaConf.load(path)
+        every, probe = written.every, written.probe
+    except Exception as error:  # whatever a damaged file makes of it
+        raise ConfigError("runs", path, f"cannot be read ({type(error).__name__})",
+                          f"Run with FRESH=1, or move {rundir.path} away") from error
+    OmegaConf.update(cfg, "every", every)
+    cfg.probe = probe
 
 
 def is_current(rundir: RunDir, cfg: DictConfig, fresh: bool) -> bool:

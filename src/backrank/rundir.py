@@ -119,7 +119,7 @@ class RunDir:
         return self.path / "checkpoint.pt"
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replaces the checkpoint as a whole. Raises NonFiniteLoss rather than replace a good one by NaN or infinity."""
+        """Replaces the checkpoint as a whole. Raises NonFiniteLoss rather than replace a good one by a broken one."""
         import torch
 
         from .trainer import NonFiniteLoss
