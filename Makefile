@@ -32,7 +32,7 @@ test: $(VENV)/installed  ## All tests (no GPU, no network; tests on real data ne
 	$(RUN) -m pytest
 
 lint: $(VENV)/installed  ## Style and simple faults
-	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
 
 bench: $(VENV)/installed  ## Timings as ratios within one run; writes results/bench/bench.md
 	$(RUN) scripts/bench.py

@@ -20,8 +20,13 @@ from backrank.mirror import SENT, backfill
 def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("root", nargs="?", type=Path, default=os.environ.get("BACKRANK_RUNS", "results/runs"),
-                        help="folder that holds the runs")
+    parser.add_argument(
+        "root",
+        nargs="?",
+        type=Path,
+        default=os.environ.get("BACKRANK_RUNS", "results/runs"),
+        help="folder that holds the runs",
+    )
     parser.add_argument("--project", help="instead of the project in each run's config")
     parser.add_argument("--entity", help="instead of the entity in each run's config")
     args = parser.parse_args()

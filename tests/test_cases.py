@@ -211,6 +211,7 @@ def test_d2_a_worker_that_is_killed_fails_its_run_alone(command, tmp_path, capsy
 
     def kill_first(self, job, also):
         if job.seed == 1 and not victims:
+
             def kill():
                 until(lambda: (root / job.id / "checkpoint.pt").exists())
                 os.kill(self.process.pid, signal.SIGKILL)

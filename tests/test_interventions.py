@@ -94,8 +94,11 @@ def test_every_intervention_changes_the_training_unless_it_is_neutral(trainer, n
     ordinary.fit()
     arm.fit()
     want = dict(ordinary.task.named_parameters())
-    moved = [n for n, p in arm.task.named_parameters() if n not in want or p.shape != want[n].shape
-             or relative(p, want[n]) > 1e-3]
+    moved = [
+        n
+        for n, p in arm.task.named_parameters()
+        if n not in want or p.shape != want[n].shape or relative(p, want[n]) > 1e-3
+    ]
     assert moved
 
 

@@ -90,16 +90,30 @@ def build(cfg: DictConfig, tokens: Tokens, rundir: RunDir, recorder: Recorder) -
     if cfg.train.compile != "none":
         forward = torch.compile(task, backend=cfg.train.compile, fullgraph=True)
     trainer = Trainer(
-        task=task, optimiser=optimiser, lr_at=lambda step: lr_at(step, cfg.train.steps, cfg.optim),
-        batch_at=lambda i: to_device(windows.batch_at(i)), evaluate=evaluate, snapshot=snapshot,
-        probes=[make(PROBES[name], node) for name, node in cfg.probe.items()], recorder=recorder, save=rundir.save,
-        steps=cfg.train.steps, accumulate=cfg.train.accumulate, clip=cfg.optim.clip, autocast=autocast,
-        every=cfg.every, forward=forward)
+        task=task,
+        optimiser=optimiser,
+        lr_at=lambda step: lr_at(step, cfg.train.steps, cfg.optim),
+        batch_at=lambda i: to_device(windows.batch_at(i)),
+        evaluate=evaluate,
+        snapshot=snapshot,
+        probes=[make(PROBES[name], node) for name, node in cfg.probe.items()],
+        recorder=recorder,
+        save=rundir.save,
+        steps=cfg.train.steps,
+        accumulate=cfg.train.accumulate,
+        clip=cfg.optim.clip,
+        autocast=autocast,
+        every=cfg.every,
+        forward=forward,
+    )
     counted = {id(p): p.numel() for p in task.parameters()}
     record = {
         "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
-        "threads": torch.get_num_threads(), "params": sum(counted.values()), "init_hash": hashes,
+        "threads": torch.get_num_threads(),
+        "params": sum(counted.values()),
+        "init_hash": hashes,
         "order_hash": windows.order_hash(min(cfg.train.steps * cfg.train.accumulate, 10_000)),
-        "parameter_kinds": parameter_kinds(task), "decaying": decays,
+        "parameter_kinds": parameter_kinds(task),
+        "decaying": decays,
     }
     return trainer, record

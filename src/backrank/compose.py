@@ -105,9 +105,13 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
     if "Ambiguous value" in text:
         key = named
         value = given.get(key, "")
-        return ConfigError(key, value, "can be read in several ways without -m",
-                           f"One value that is a list: {key}=[{value}]. One text: {key}=\"'{value}'\". "
-                           f"A sweep over the values: -m {key}={value}")
+        return ConfigError(
+            key,
+            value,
+            "can be read in several ways without -m",
+            f"One value that is a list: {key}=[{value}]. One text: {key}=\"'{value}'\". "
+            f"A sweep over the values: -m {key}={value}",
+        )
     if isinstance(error, OverrideParseException):
         key = key_of(error.override)
         return ConfigError(key, error.override.partition("=")[2], f"cannot be parsed ({text})", "Quote the value")
@@ -116,18 +120,29 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
         missing = found.group(1) if found else named
         group, _, name = missing.partition("/")
         listed = CONFIGS / group
-        options = [p.relative_to(listed).with_suffix("").as_posix() for p in listed.rglob("*.yaml")] \
-            if listed.is_dir() else []
+        options = (
+            [p.relative_to(listed).with_suffix("").as_posix() for p in listed.rglob("*.yaml")]
+            if listed.is_dir()
+            else []
+        )
         options += [n[:-5] for n in ConfigStore.instance().list(group)] if group in ("intervention", "probe") else []
         return ConfigError(group, name or missing, "does not exist", nearest(name, options))
     key = named or full
     value = given.get(key, "")
     if isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException):  # Hydra's own, for a group
         key = next((k for k, v in given.items() if v == "null" and (CONFIGS / k).is_dir()), next(iter(given), ""))
-        return ConfigError(key, given.get(key, ""), f"cannot be read ({text})",
-                           "Name one of its choices, or leave it out; [] is none of a list")
-    if re.search(r"not in struct|Key '.*' not (?:found|in)|Could not override", text) and "not Optional" not in text \
-            and "could not be converted" not in text and "not a subclass" not in text:
+        return ConfigError(
+            key,
+            given.get(key, ""),
+            f"cannot be read ({text})",
+            "Name one of its choices, or leave it out; [] is none of a list",
+        )
+    if (
+        re.search(r"not in struct|Key '.*' not (?:found|in)|Could not override", text)
+        and "not Optional" not in text
+        and "could not be converted" not in text
+        and "not a subclass" not in text
+    ):
         return unknown_key(key, value)
     if "not Optional" in text or value == "null":
         return ConfigError(key, value or "null", "cannot be null", "Give a value; 0 switches a rate or a decay off")
@@ -148,15 +163,23 @@ def unknown_key(key: str, value: str) -> ConfigError:
             name = key.split(".")[1]
             return ConfigError(key, value, f"needs {name}, which is not chosen", f"Choose it: {group}=[{name}]")
         if key == group:
-            return ConfigError(key, value, "is no choice", f"Choose by name, {group}=[<name>,...], then set "
-                               f"{group}.<name>.<setting>; {nearest('', classes)}")
+            return ConfigError(
+                key,
+                value,
+                "is no choice",
+                f"Choose by name, {group}=[<name>,...], then set {group}.<name>.<setting>; {nearest('', classes)}",
+            )
         known += settings
     if key in known:
         return ConfigError(key, value, "has entries that are not there yet", f"Add them with a plus: +{key}=...")
     # a key without its group is the likeliest slip
     close = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return ConfigError(key, value, "is no key of the configuration",
-                       f"Did you mean {close[0]}?" if close else "Its keys are in src/backrank/config.py")
+    return ConfigError(
+        key,
+        value,
+        "is no key of the configuration",
+        f"Did you mean {close[0]}?" if close else "Its keys are in src/backrank/config.py",
+    )
 
 
 def parse(overrides: Sequence[str]) -> list[Any]:

@@ -181,10 +181,31 @@ CHOICES = {
     "logger.mode": ("auto", "online", "offline"),
     "plan.search.split": ("validation", "test"),
 }
-POSITIVE = ("model.layers", "model.width", "model.heads", "data.vocab_size", "data.sequence", "train.steps",
-            "train.batch", "train.accumulate", "optim.lr", "model.head_std")
-NOT_NEGATIVE = ("seed", "optim.weight_decay", "optim.warmup", "optim.final", "optim.momentum", "optim.clip",
-                "optim.eps", "every.log", "every.eval", "every.checkpoint", "logger.timeout_s")
+POSITIVE = (
+    "model.layers",
+    "model.width",
+    "model.heads",
+    "data.vocab_size",
+    "data.sequence",
+    "train.steps",
+    "train.batch",
+    "train.accumulate",
+    "optim.lr",
+    "model.head_std",
+)
+NOT_NEGATIVE = (
+    "seed",
+    "optim.weight_decay",
+    "optim.warmup",
+    "optim.final",
+    "optim.momentum",
+    "optim.clip",
+    "optim.eps",
+    "every.log",
+    "every.eval",
+    "every.checkpoint",
+    "logger.timeout_s",
+)
 PARAMETER_KINDS = ("matrix", "embedding", "head", "vector")
 
 
@@ -230,17 +251,26 @@ def raw(cfg: DictConfig, key: str) -> Any:
 def validate(cfg: DictConfig) -> None:
     """Checks fields against each other before anything is allocated. Raises ConfigError for the first that fails."""
     for key in untyped(cfg):
-        raise ConfigError(key, raw(cfg, key), "is no key of the configuration",
-                          nearest(key, keys(OmegaConf.structured(Config))).split(" Known")[0])
+        raise ConfigError(
+            key,
+            raw(cfg, key),
+            "is no key of the configuration",
+            nearest(key, keys(OmegaConf.structured(Config))).split(" Known")[0],
+        )
     try:
         OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         key = error.full_key or ""
-        raise ConfigError(key, raw(cfg, key), f"cannot be resolved ({str(error).splitlines()[0]})",
-                          "Give a value, or name a key that is there") from error
+        raise ConfigError(
+            key,
+            raw(cfg, key),
+            f"cannot be resolved ({str(error).splitlines()[0]})",
+            "Give a value, or name a key that is there",
+        ) from error
     for missing in sorted(OmegaConf.missing_keys(cfg)):
-        raise ConfigError(missing, "???", "has no value",
-                          f"Set it: {missing}=<value>, or pick experiment=<paper>/<name>")
+        raise ConfigError(
+            missing, "???", "has no value", f"Set it: {missing}=<value>, or pick experiment=<paper>/<name>"
+        )
     for key, known in CHOICES.items():
         value = OmegaConf.select(cfg, key)
         if value not in known:
@@ -256,11 +286,19 @@ def validate(cfg: DictConfig) -> None:
     if len(cfg.optim.betas) != 2 or not all(0 <= b < 1 for b in cfg.optim.betas):
         raise ConfigError("optim.betas", list(cfg.optim.betas), "needs two numbers in [0, 1)", "For example [0.9,0.95]")
     if cfg.model.width % cfg.model.heads:
-        raise ConfigError("model.width", cfg.model.width, f"is not divisible by model.heads={cfg.model.heads}",
-                          "Change one of the two")
+        raise ConfigError(
+            "model.width",
+            cfg.model.width,
+            f"is not divisible by model.heads={cfg.model.heads}",
+            "Change one of the two",
+        )
     if cfg.data.eval_tokens is not None and cfg.data.eval_tokens < cfg.data.sequence:
-        raise ConfigError("data.eval_tokens", cfg.data.eval_tokens,
-                          f"is less than one sequence (data.sequence={cfg.data.sequence})", "Raise it, or null for all")
+        raise ConfigError(
+            "data.eval_tokens",
+            cfg.data.eval_tokens,
+            f"is less than one sequence (data.sequence={cfg.data.sequence})",
+            "Raise it, or null for all",
+        )
     from .interventions import INTERVENTIONS
     from .probes import PROBES
 

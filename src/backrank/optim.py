@@ -10,7 +10,7 @@ from torch import nn
 
 
 def parameter_kinds(task: nn.Module) -> dict[str, str]:
-    """Parameter name -> kind: embedding, head, matrix (two or more dimensions) or vector. Tied weights are embeddings."""
+    """Parameter name -> kind: embedding (tied weights too), head, matrix (two or more dimensions) or vector."""
     embeddings = {id(m.weight) for m in task.modules() if isinstance(m, nn.Embedding)}
     kinds = {}
     for name, p in task.named_parameters():
@@ -28,8 +28,10 @@ def build_optimiser(task: nn.Module, cfg: DictConfig) -> tuple[torch.optim.Optim
     kinds = parameter_kinds(task)
     named = dict(task.named_parameters())
     decays = [n for n, kind in kinds.items() if kind in cfg.decay and cfg.weight_decay > 0]
-    groups = [{"params": [named[n] for n in decays], "weight_decay": cfg.weight_decay},
-              {"params": [p for n, p in named.items() if n not in set(decays)], "weight_decay": 0.0}]
+    groups = [
+        {"params": [named[n] for n in decays], "weight_decay": cfg.weight_decay},
+        {"params": [p for n, p in named.items() if n not in set(decays)], "weight_decay": 0.0},
+    ]
     groups = [g for g in groups if g["params"]]
     if cfg.name == "adamw":
         # one fused kernel a group, on the CPU too

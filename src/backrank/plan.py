@@ -83,8 +83,15 @@ def experiments(paper: str | None = None) -> list[str]:
 class Study:
     """One experiment at one scale."""
 
-    def __init__(self, experiment: str | None, scale: str, extra: Sequence[str] = (), arms: Sequence[str] | None = None,
-                 seeds: Sequence[int] | None = None, point: str = ""):
+    def __init__(
+        self,
+        experiment: str | None,
+        scale: str,
+        extra: Sequence[str] = (),
+        arms: Sequence[str] | None = None,
+        seeds: Sequence[int] | None = None,
+        point: str = "",
+    ):
         self.name, self.scale, self.point = experiment or "run", scale, point
         self.common = [*([f"experiment={experiment}"] if experiment else []), f"scale={scale}", *extra]
         base = compose_plan(self.common)
@@ -115,11 +122,13 @@ class Study:
             data.check(cfg.data)
             for key, values in self.grids(arm).items():
                 if not isinstance(OmegaConf.select(cfg, key), float):
-                    raise ConfigError("plan.search.grids", key, "is no key that holds a float",
-                                      "Name one that does, such as optim.lr")
+                    raise ConfigError(
+                        "plan.search.grids", key, "is no key that holds a float", "Name one that does, such as optim.lr"
+                    )
                 if not values or not all(map(math.isfinite, values)):
-                    raise ConfigError(f"plan.search.grids.{key}", values, "needs one finite value or more",
-                                      "For example [0.01]")
+                    raise ConfigError(
+                        f"plan.search.grids.{key}", values, "needs one finite value or more", "For example [0.01]"
+                    )
             self._configs[arm] = cfg, data.content_hash(cfg.data)
         return self._configs[arm]
 
@@ -184,10 +193,25 @@ class Study:
                 for key, grid in edges.items():
                     grids[key] = sorted([*grid, beyond(grid, best[key] == grid[0])])
                 continue
-            out.jobs += [Job(**{**vars(j), "stage": "final"}) if p == best and seed in self.seeds else j
-                         for j, p in zip(jobs, points, strict=True)]
-            out.choices.append(Choice(self.name, arm, seed, split, points, values, [f["test"] for f in found],
-                                      [j.id for j in jobs], best, bool(edges), extended))
+            out.jobs += [
+                Job(**{**vars(j), "stage": "final"}) if p == best and seed in self.seeds else j
+                for j, p in zip(jobs, points, strict=True)
+            ]
+            out.choices.append(
+                Choice(
+                    self.name,
+                    arm,
+                    seed,
+                    split,
+                    points,
+                    values,
+                    [f["test"] for f in found],
+                    [j.id for j in jobs],
+                    best,
+                    bool(edges),
+                    extended,
+                )
+            )
             return best, 0
 
 

@@ -27,7 +27,12 @@ def discover(package: str, path: Iterable[str], base: type[T], group: str) -> di
     for info in sorted(pkgutil.iter_modules(path), key=lambda i: i.name):
         module = importlib.import_module(f"{package}.{info.name}")
         for cls in vars(module).values():
-            if isinstance(cls, type) and issubclass(cls, base) and cls is not base and cls.__module__ == module.__name__:
+            if (
+                isinstance(cls, type)
+                and issubclass(cls, base)
+                and cls is not base
+                and cls.__module__ == module.__name__
+            ):
                 name = snake(cls.__name__)
                 found[name] = cls
                 ConfigStore.instance().store(group=group, name=name, node=cls, package=f"{group}.{name}")

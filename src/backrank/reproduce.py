@@ -69,8 +69,9 @@ class Settings:
         return [Study(name, self.scale, self.extra, seeds=self.seeds) for name in chosen or names]
 
 
-def studies_of(point: dict[str, str], arms: Sequence[str] | None, seeds: Sequence[str] | None,
-               swept: Sequence[str] = ()) -> list[Study]:
+def studies_of(
+    point: dict[str, str], arms: Sequence[str] | None, seeds: Sequence[str] | None, swept: Sequence[str] = ()
+) -> list[Study]:
     """The study of one point of a command-line sweep; `swept`: the keys that vary."""
     named = " ".join(f"{key}={point[key]}" for key in swept if key != "experiment")
     point = dict(point)
@@ -78,8 +79,7 @@ def studies_of(point: dict[str, str], arms: Sequence[str] | None, seeds: Sequenc
     if experiment is not None and experiment not in experiments():
         raise ConfigError("experiment", experiment, "does not exist", nearest(experiment, experiments()))
     extra = [f"{key}={value}" for key, value in point.items()]
-    return [Study(experiment, scale, extra, arms, [number("seed", s, 0) for s in seeds] if seeds else None,
-                  named)]
+    return [Study(experiment, scale, extra, arms, [number("seed", s, 0) for s in seeds] if seeds else None, named)]
 
 
 def runs_root(studies: Sequence[Study]) -> Path:
@@ -98,8 +98,10 @@ def execute(studies: Sequence[Study], env: Mapping[str, str] = os.environ, **opt
                 raise ConfigError("device", "cuda", "is not there", "Use device=cpu (DEVICE=cpu)")
     sweep = Sweep(studies, runs_root(studies), settings.jobs, settings.fresh, **options)
     code = sweep.run()
-    print(f"{len(sweep.ran)} runs done, {len(sweep.skipped)} skipped, {len(sweep.failed)} failed "
-          f"in {(time.time() - started) / 60:.1f} min; folders in {sweep.root}")
+    print(
+        f"{len(sweep.ran)} runs done, {len(sweep.skipped)} skipped, {len(sweep.failed)} failed "
+        f"in {(time.time() - started) / 60:.1f} min; folders in {sweep.root}"
+    )
     return code
 
 
@@ -133,8 +135,10 @@ def run(paper: str, settings: Settings) -> int:
         report(paper, settings)
     if settings.scale != "paper":
         slug = paper.replace("_", "-")
-        print(f"At the paper's sizes: make reproduce-{slug} SCALE=paper DATA=<folder>; what that takes: "
-              f"make plan-{slug} SCALE=paper")
+        print(
+            f"At the paper's sizes: make reproduce-{slug} SCALE=paper DATA=<folder>; what that takes: "
+            f"make plan-{slug} SCALE=paper"
+        )
     return code
 
 
@@ -146,10 +150,12 @@ def report(paper: str, settings: Settings) -> int:
     studies = settings.studies(paper)
     folder = settings.results / paper / settings.scale
     collect(studies, runs_root(studies), folder, settings.force)
-    planned = {s.name.split("/")[1]: {arm: s.seeds for arm in s.arms} for s in studies}
+    planned = {s.name.split("/")[1]: dict.fromkeys(s.arms, s.seeds) for s in studies}
     hashes = committed_data(f"results/{paper}/{settings.scale}/runs.csv")
     try:
-        path = write(paper, settings.scale, settings.results, force=settings.force, planned=planned, committed_data=hashes)
+        path = write(
+            paper, settings.scale, settings.results, force=settings.force, planned=planned, committed_data=hashes
+        )
     except ReportError as error:
         raise ConfigError("report", folder, str(error), "Finish the runs first, or FORCE=1") from None
     print(f"report: {path}")
@@ -202,8 +208,16 @@ def plan(paper: str, settings: Settings) -> int:
         seconds = known.get((study.name, settings.scale)) or guess_seconds(cfg)
         hours = left * seconds / 3600
         total += hours
-        table.add_row(study.name, str(len(study.arms)), str(len(study.seeds)), str(done), str(left), f"{hours:.2f}",
-                      f"{left * 8 * parameters(cfg) / 2**20:.0f}", f"{cfg.data.name} {hashes['text'][:8]}")
+        table.add_row(
+            study.name,
+            str(len(study.arms)),
+            str(len(study.seeds)),
+            str(done),
+            str(left),
+            f"{hours:.2f}",
+            f"{left * 8 * parameters(cfg) / 2**20:.0f}",
+            f"{cfg.data.name} {hashes['text'][:8]}",
+        )
     console = Console(width=max(100, Console().width))
     console.print(table)
     console.print(f"about {total:.2f} core hours, {total / settings.jobs:.2f} hours with JOBS={settings.jobs}")
@@ -256,8 +270,9 @@ def status(papers: Sequence[str], settings: Settings) -> int:
                 if state == "running":
                     failures.append(f"running {job.id} {job}: {rundir.holder()}")
             states["pending"] += progress.unnamed
-            table.add_row(study.name, *(str(states[c]) for c in ("done", "running", "failed", "interrupted", "pending",
-                                                                 "stale")))
+            table.add_row(
+                study.name, *(str(states[c]) for c in ("done", "running", "failed", "interrupted", "pending", "stale"))
+            )
     console = Console(width=max(100, Console().width))
     console.print(table)
     for line in failures:

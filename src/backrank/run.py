@@ -1,7 +1,7 @@
 """One run, or with -m a sweep: compose -> validate -> look at the data -> claim the folder -> build -> fit -> summary.
 
-    python -m backrank.run experiment=causal_test/byte_heads arm=backward_r8 seed=1
-    python -m backrank.run -m experiment=causal_test/byte_heads scale=laptop
+python -m backrank.run experiment=causal_test/byte_heads arm=backward_r8 seed=1
+python -m backrank.run -m experiment=causal_test/byte_heads scale=laptop
 """
 
 from __future__ import annotations
@@ -69,11 +69,17 @@ def covers(have: dict[str, Any], want: dict[str, Any]) -> bool:
     def divides(a: int, b: int) -> bool:
         return b == 0 or (a > 0 and b % a == 0)
 
-    every = all(have["every"][k] == v if k == "eval_tokens" else divides(have["every"][k], v)
-                for k, v in want["every"].items() if k in ("eval", "eval_tokens"))
+    every = all(
+        have["every"][k] == v if k == "eval_tokens" else divides(have["every"][k], v)
+        for k, v in want["every"].items()
+        if k in ("eval", "eval_tokens")
+    )
     return every and all(
-        name in have["probe"] and divides(have["probe"][name]["every"], p["every"])
-        and {**have["probe"][name], "every": 0} == {**p, "every": 0} for name, p in want["probe"].items())
+        name in have["probe"]
+        and divides(have["probe"][name]["every"], p["every"])
+        and {**have["probe"][name], "every": 0} == {**p, "every": 0}
+        for name, p in want["probe"].items()
+    )
 
 
 def widen(cfg: DictConfig, have: dict[str, Any]) -> None:
@@ -96,8 +102,9 @@ def adopt(cfg: DictConfig, rundir: RunDir) -> None:
         written = OmegaConf.load(path)
         every, probe = written.every, written.probe
     except Exception as error:  # whatever a damaged file makes of it
-        raise ConfigError("runs", path, f"cannot be read ({type(error).__name__})",
-                          f"Run with FRESH=1, or move {rundir.path} away") from error
+        raise ConfigError(
+            "runs", path, f"cannot be read ({type(error).__name__})", f"Run with FRESH=1, or move {rundir.path} away"
+        ) from error
     OmegaConf.update(cfg, "every", every)
     cfg.probe = probe
 
@@ -164,10 +171,20 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
         recorder = Recorder(rundir.path, WandbMirror(rundir.path, cfg.logger) if cfg.logger.name == "wandb" else None)
         trainer, record = build(cfg, tokens, rundir, recorder)
         atomic_write(rundir.path / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-        write_json(rundir.path / "meta.json", {
-            **provenance(), **record, "id": rundir.id, "code_hash": code, "data": cfg.data.name,
-            "data_hash": hashes["text"], "tokenizer_hash": hashes["tokenizer"], "watched": watched(cfg),
-            **{key: cfg[key] for key in ("seed", "experiment", "scale", "arm", "label")}})
+        write_json(
+            rundir.path / "meta.json",
+            {
+                **provenance(),
+                **record,
+                "id": rundir.id,
+                "code_hash": code,
+                "data": cfg.data.name,
+                "data_hash": hashes["text"],
+                "tokenizer_hash": hashes["tokenizer"],
+                "watched": watched(cfg),
+                **{key: cfg[key] for key in ("seed", "experiment", "scale", "arm", "label")},
+            },
+        )
         made = False
         state = rundir.load()
         if state is None or "optimiser" in state:
@@ -179,14 +196,22 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
             (rundir.path / "failed.json").unlink(missing_ok=True)
             trainer.fit()
             seconds = trainer.elapsed()
-            state = {"step": trainer.step, "task": trainer.task.state_dict(), "offsets": recorder.offsets(),
-                     "wall_s": round(seconds, 3), "core_s": round(
-                         seconds / (time.perf_counter() - wall) * (time.process_time() - cpu), 3)}
+            state = {
+                "step": trainer.step,
+                "task": trainer.task.state_dict(),
+                "offsets": recorder.offsets(),
+                "wall_s": round(seconds, 3),
+                "core_s": round(seconds / (time.perf_counter() - wall) * (time.process_time() - cpu), 3),
+            }
             rundir.save(state)  # weights alone, for later studies
         else:  # trained to the end, and ended before the summary was written
             recorder.truncate(state["offsets"])
         summary = summarise(rundir.path) | {
-            "id": rundir.id, "steps": state["step"], "wall_s": state["wall_s"], "core_s": state["core_s"]}
+            "id": rundir.id,
+            "steps": state["step"],
+            "wall_s": state["wall_s"],
+            "core_s": state["core_s"],
+        }
         for name in ("val/loss", "test/loss"):
             if summary[name] is None:  # the last update did it
                 raise NonFiniteLoss(f"{name} is not finite at step {state['step']}: lower optim.lr")
@@ -206,9 +231,15 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
                 log.error("%s", traceback.format_exc())
                 error.logged = True  # type: ignore[attr-defined]
             with suppress(ConfigError):  # a full disk is no reason to hide the error
-                write_json(rundir.path / "failed.json", {
-                    "error": type(error).__name__, "message": str(error), "time": time.time(),
-                    "diverged": type(error).__name__ == "NonFiniteLoss"})
+                write_json(
+                    rundir.path / "failed.json",
+                    {
+                        "error": type(error).__name__,
+                        "message": str(error),
+                        "time": time.time(),
+                        "diverged": type(error).__name__ == "NonFiniteLoss",
+                    },
+                )
         raise
     finally:
         if recorder:

@@ -125,8 +125,9 @@ class RunDir:
         from .trainer import NonFiniteLoss
 
         if bad := [name for name, weight in state["task"].items() if not weight.isfinite().all()]:
-            raise NonFiniteLoss(f"{', '.join(bad)} holds non-finite entries at step {state['step']}; the last good "
-                                f"checkpoint is kept")
+            raise NonFiniteLoss(
+                f"{', '.join(bad)} holds non-finite entries at step {state['step']}; the last good checkpoint is kept"
+            )
         partial = self.checkpoint.with_suffix(".tmp")
         with disk(self.path):
             try:
@@ -149,8 +150,12 @@ class RunDir:
         try:
             return torch.load(self.checkpoint, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise ConfigError("runs", self.checkpoint, f"cannot be read as a checkpoint ({type(error).__name__})",
-                              f"FRESH=1 starts the run anew and keeps this folder as {self.id}.old-<n>") from error
+            raise ConfigError(
+                "runs",
+                self.checkpoint,
+                f"cannot be read as a checkpoint ({type(error).__name__})",
+                f"FRESH=1 starts the run anew and keeps this folder as {self.id}.old-<n>",
+            ) from error
 
 
 # ------------------------------------------------------------------------------------------------------- provenance
@@ -205,8 +210,15 @@ def provenance() -> dict[str, Any]:
         except PackageNotFoundError:
             versions[package] = ""
     diff = git("diff", "HEAD", "--", "src", "configs")
-    return {"git_sha": git("rev-parse", "HEAD"), "dirty": bool(diff), "diff": diff[:200_000], "versions": versions,
-            "host": socket.gethostname(), "command": " ".join(sys.argv), "started": time.strftime("%Y-%m-%dT%H:%M:%S")}
+    return {
+        "git_sha": git("rev-parse", "HEAD"),
+        "dirty": bool(diff),
+        "diff": diff[:200_000],
+        "versions": versions,
+        "host": socket.gethostname(),
+        "command": " ".join(sys.argv),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S"),
+    }
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

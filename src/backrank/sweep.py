@@ -176,20 +176,34 @@ class Sweep:
             if status == "died":
                 with disk(self.root):  # it may have died before it began
                     RunDir(self.root, job.id).path.mkdir(exist_ok=True)
-                write_json(RunDir(self.root, job.id).path / "failed.json",
-                           {"error": "WorkerDied", "message": detail, "time": time.time(), "diverged": False})
+                write_json(
+                    RunDir(self.root, job.id).path / "failed.json",
+                    {"error": "WorkerDied", "message": detail, "time": time.time(), "diverged": False},
+                )
             self.failed[job.id] = job, str(detail)
             self.say(job, f"FAILED: {detail}")
 
     def say(self, job: Job, what: str) -> None:
-        jobs = [j for p in self.progress() for j in p.jobs]
-        unnamed = sum(p.unnamed for p in self.progress())
-        failed = sum(j.id in self.failed for j in jobs)
-        done = sum(self.losses(j.id) is not None and j.id not in self.failed for j in jobs)
-        left = len(jobs) - done + unnamed - failed
-        mine = [s for s in self.ran.values() if s]
-        eta = f", about {left * sum(mine) / len(mine) / self.workers / 60:.0f} min" if mine and left else ""
-        self.said(f"[{done}/{len(jobs) + unnamed}] {job}: {what}  (failed {len(self.failed)}, left {left}{eta})")
+        """One line a run: what became of it, and how the whole sweep stands."""
+        total, done, seconds = 0, 0, 0.0
+        costs = {name: [self.ran[i] for i in ids if self.ran.get(i)] for name, ids in self.by_experiment().items()}
+        overall = [c for of in costs.values() for c in of]
+        for study, progress in zip(self.studies, self.progress(), strict=True):
+            finished = sum(self.losses(j.id) is not None and j.id not in self.failed for j in progress.jobs)
+            left = len(progress.jobs) + progress.unnamed - finished - sum(j.id in self.failed for j in progress.jobs)
+            total, done = total + len(progress.jobs) + progress.unnamed, done + finished
+            known = costs.get(study.name) or overall
+            seconds += left * sum(known) / len(known) if known else 0.0
+        left = total - done - len(self.failed)
+        eta = f", about {seconds / self.workers / 60:.0f} min" if seconds else ""
+        counts = f"running {len(self.running)}, failed {len(self.failed)}, left {left}{eta}"
+        self.said(f"[{done}/{total}] {job}: {what}  ({counts})")
+
+    def by_experiment(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for study, progress in zip(self.studies, self.progress(), strict=True):
+            found.setdefault(study.name, []).extend(j.id for j in progress.jobs)
+        return found
 
     def _report(self) -> None:
         if self.skipped:
@@ -277,8 +291,12 @@ class Worker:
             status, detail = json.loads(reply)
             return status, detail
         code = self.process.wait()
-        return "died", f"the worker was killed by {signal.Signals(-code).name}" if code < 0 else \
-            f"the worker ended with exit code {code}"
+        return (
+            "died",
+            f"the worker was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"the worker ended with exit code {code}",
+        )
 
     def _send(self, order: str) -> None:
         if self.process is None or self.process.poll() is not None:
@@ -287,8 +305,13 @@ class Worker:
                 env["CUDA_VISIBLE_DEVICES"] = str(gpus()[self.number % len(gpus())])
             # its own session: Ctrl-C reaches the parent, which passes it on once
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "backrank.sweep", str(os.getpid())], env=env, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+                [sys.executable, "-m", "backrank.sweep", str(os.getpid())],
+                env=env,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
         assert self.process.stdin
         self.process.stdin.write(order)
         self.process.stdin.flush()
@@ -331,8 +354,11 @@ def worker_main(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
     for line in sys.stdin:
         given = json.loads(line)
-        job = {**given["job"], "overrides": tuple(given["job"]["overrides"]),
-               "settings": tuple(map(tuple, given["job"]["settings"]))}
+        job = {
+            **given["job"],
+            "overrides": tuple(given["job"]["overrides"]),
+            "settings": tuple(map(tuple, given["job"]["settings"])),
+        }
         reply = attempt(Job(**job), given["fresh"], given["also"])
         try:
             print(json.dumps(reply), file=replies, flush=True)

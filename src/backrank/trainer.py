@@ -29,7 +29,7 @@ class Probe(Protocol):
 
 
 class NonFiniteLoss(Exception):
-    """The loss, a weight or a gradient is NaN or infinite; its step is in the record, the last good checkpoint is kept."""
+    """A loss, weight or gradient is NaN or infinite; its step is in the record, the last good checkpoint is kept."""
 
 
 class Interrupted(Exception):
@@ -95,8 +95,17 @@ class Trainer:
                 self.optimiser.zero_grad(set_to_none=True)
                 self.step += 1
                 # tensors, not numbers: the device is waited for at the log cadence only
-                self.pending.append((self.step, {"train/loss": total, "optim/lr": lr, "optim/grad_norm": norm,
-                                                 "time/step_ms": (time.perf_counter() - tick) * 1e3}))
+                self.pending.append(
+                    (
+                        self.step,
+                        {
+                            "train/loss": total,
+                            "optim/lr": lr,
+                            "optim/grad_norm": norm,
+                            "time/step_ms": (time.perf_counter() - tick) * 1e3,
+                        },
+                    )
+                )
                 self.after_step()
         self.flush()
         self.finish()
@@ -120,12 +129,20 @@ class Trainer:
             self.recorder.metrics(step, {k: float(v) for k, v in row.items()})
             if not torch.isfinite(torch.as_tensor(row["train/loss"])):
                 self.recorder.flush()
-                raise NonFiniteLoss(f"train/loss is {float(row['train/loss'])} at step {step}: lower optim.lr, or see "
-                                    f"optim/grad_norm before it; the last good checkpoint is kept")
+                raise NonFiniteLoss(
+                    f"train/loss is {float(row['train/loss'])} at step {step}: lower optim.lr, or see "
+                    f"optim/grad_norm before it; the last good checkpoint is kept"
+                )
         if self.pending and self.every.log:
             step, row = self.pending[-1]
-            log.info("step %d/%d  loss %.4f  lr %.1e  grad norm %.3f", step, self.steps, float(row["train/loss"]),
-                     row["optim/lr"], float(row["optim/grad_norm"]))
+            log.info(
+                "step %d/%d  loss %.4f  lr %.1e  grad norm %.3f",
+                step,
+                self.steps,
+                float(row["train/loss"]),
+                row["optim/lr"],
+                float(row["optim/grad_norm"]),
+            )
         self.pending.clear()
 
     def observe(self) -> None:
@@ -151,8 +168,10 @@ class Trainer:
                     self.recorder.layers(self.step, rows)
                     if bad := [row["layer"] for row in rows if row.get("nonfinite_entries")]:
                         self.recorder.flush()
-                        raise NonFiniteLoss(f"{', '.join(bad)} holds non-finite entries at step {self.step}; "
-                                            f"the last good checkpoint is kept")
+                        raise NonFiniteLoss(
+                            f"{', '.join(bad)} holds non-finite entries at step {self.step}; "
+                            f"the last good checkpoint is kept"
+                        )
 
     def finish(self) -> None:
         for split, name in (("validation", "val"), ("test", "test")):
@@ -166,21 +185,26 @@ class Trainer:
 
     def checkpoint(self) -> None:
         self.flush()
-        self.save({
-            "step": self.step, "seconds": self.elapsed(),
-            "task": self.task.state_dict(), "optimiser": self.optimiser.state_dict(),
-            "interventions": [i.state for i in self.task.interventions],
-            "probes": [p.state for p in self.probes],
-            "rng": torch.get_rng_state(),
-            "rng_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-            "offsets": self.recorder.offsets(),
-        })
+        self.save(
+            {
+                "step": self.step,
+                "seconds": self.elapsed(),
+                "task": self.task.state_dict(),
+                "optimiser": self.optimiser.state_dict(),
+                "interventions": [i.state for i in self.task.interventions],
+                "probes": [p.state for p in self.probes],
+                "rng": torch.get_rng_state(),
+                "rng_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+                "offsets": self.recorder.offsets(),
+            }
+        )
 
     def restore(self, state: dict[str, Any]) -> None:
         self.task.load_state_dict(state["task"])
         self.optimiser.load_state_dict(state["optimiser"])
-        for owner, saved in zip([*self.task.interventions, *self.probes],
-                                [*state["interventions"], *state["probes"]], strict=True):
+        for owner, saved in zip(
+            [*self.task.interventions, *self.probes], [*state["interventions"], *state["probes"]], strict=True
+        ):
             for name, tensor in saved.items():
                 if name in owner.state:
                     owner.state[name].copy_(tensor)  # in place: compiled code and closures read this very tensor

@@ -12,8 +12,9 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
 # a plain dict: Hydra's scan runs this file without entering it in sys.modules, which a dataclass would need
-ConfigStore.instance().store(group="hydra/sweeper", name="plan", provider="backrank",
-                             node={"_target_": "hydra_plugins.plan_sweeper.PlanSweeper"})
+ConfigStore.instance().store(
+    group="hydra/sweeper", name="plan", provider="backrank", node={"_target_": "hydra_plugins.plan_sweeper.PlanSweeper"}
+)
 
 
 class PlanSweeper(Sweeper):

@@ -132,15 +132,23 @@ def _head(r: Results, runs: pd.DataFrame, planned, committed: dict[str, str]) ->
     have = set(r.runs["experiment"])
     if absent := [name for name in r.claims.experiments if name not in have]:
         lines.append(f"- Experiments not run: {', '.join(absent)}.")
-    missing = [
-        f"{experiment}/{arm} ({lacking} of {len(seeds)} seeds)"
-        for experiment, of in (planned or {}).items()
-        for arm, seeds in of.items()
-        if (lacking := len(set(seeds) - _seeds(r.runs, experiment, arm)))
-    ]
     if planned:
-        lines.append(f"- Planned and not done: {', '.join(missing) or 'none'}.")
+        lines.append(f"- Planned and not done: {'; '.join(_missing(r, planned)) or 'none'}.")
     lines.append("- Every run's id, configuration hash, device and git commit: [runs.csv](runs.csv).\n")
+    return lines
+
+
+def _missing(r: Results, planned: dict[str, dict[str, list[int]]]) -> list[str]:
+    """Seeds that are still to run, arms of equal lack together."""
+    lines = []
+    for experiment, arms in planned.items():
+        lacking: dict[str, list[str]] = {}
+        for arm, seeds in arms.items():
+            if missing := sorted(set(seeds) - _seeds(r.runs, experiment, arm)):
+                lacking.setdefault(_ranges(missing), []).append(arm)
+        for seeds, names in lacking.items():
+            who = "all arms" if len(names) == len(arms) else ", ".join(names)
+            lines.append(f"{experiment}: {who}, seeds {seeds}")
     return lines
 
 

@@ -38,13 +38,20 @@ class BackwardRank(Intervention):
             if getattr(self, key) not in known:
                 self.refuse(key, getattr(self, key), "is not known", "Use one of " + ", ".join(known))
         if self.refresh_every is not None and (self.refresh_every < 1 or self.basis == "gradient"):
-            self.refuse("refresh_every", self.refresh_every, "needs 1 or more steps, and a basis other than gradient",
-                        "Leave it null for the default")
+            self.refuse(
+                "refresh_every",
+                self.refresh_every,
+                "needs 1 or more steps, and a basis other than gradient",
+                "Leave it null for the default",
+            )
         if cfg.train.accumulate > 1 and (self.rms == "tensor" or self.basis == "gradient"):
             key = "rms" if self.rms == "tensor" else "basis"
-            self.refuse(key, getattr(self, key),
-                        f"is taken over the whole batch, which train.accumulate={cfg.train.accumulate} splits",
-                        "Set train.accumulate=1, or rms=token with a head or random basis")
+            self.refuse(
+                key,
+                getattr(self, key),
+                f"is taken over the whole batch, which train.accumulate={cfg.train.accumulate} splits",
+                "Set train.accumulate=1, or rms=token with a head or random basis",
+            )
 
     def transform_head(self, head: nn.Module, generator: Generator, std: float) -> nn.Module:
         from ..grad import random_basis
@@ -69,8 +76,9 @@ class BackwardRank(Intervention):
             # a generator of the step's own: the basis of a step does not depend on where a run was resumed
             import torch
 
-            basis = random_basis(head.weight.shape[1], self.rank,
-                                 torch.Generator().manual_seed(self.generator.initial_seed() + step))
+            basis = random_basis(
+                head.weight.shape[1], self.rank, torch.Generator().manual_seed(self.generator.initial_seed() + step)
+            )
         else:
             return
         self.state["basis"].copy_(basis)

@@ -2,7 +2,7 @@
 
 set-up   `transform_head`  replace the head before training (the head and its generator in, a head out)
 hidden   `hidden`          a grad_map on the hidden state in front of the head (N x D)
-weight   `weight`          a grad_map on the head's weight where the head uses it (V x D); a tied embedding keeps its own
+weight   `weight`          a grad_map on the head's weight where the head uses it (V x D), not on a tied embedding's
 update   `before_update`, `after_update`   around the optimiser's step
 `begin_step` comes before the forward passes of a step and may refresh what the maps read.
 

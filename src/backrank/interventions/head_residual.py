@@ -37,11 +37,19 @@ class HeadResidual(Intervention):
         if self.at not in ("gradient", "update"):
             self.refuse("at", self.at, "is not known", "Use gradient or update")
         if self.at == "update" and cfg.model.tied:
-            self.refuse("at", self.at, "would project the embedding's update too when model.tied=true",
-                        "Set model.tied=false, or at=gradient")
+            self.refuse(
+                "at",
+                self.at,
+                "would project the embedding's update too when model.tied=true",
+                "Set model.tied=false, or at=gradient",
+            )
         if self.at == "gradient" and self.matched and cfg.train.accumulate > 1:
-            self.refuse("match", True, f"needs the whole batch, which train.accumulate={cfg.train.accumulate} splits",
-                        "Set train.accumulate=1, or match=false")
+            self.refuse(
+                "match",
+                True,
+                f"needs the whole batch, which train.accumulate={cfg.train.accumulate} splits",
+                "Set train.accumulate=1, or match=false",
+            )
         for other in ("low_rank_head", "frozen_column_space"):
             if other in cfg.intervention:
                 self.refuse("at", self.at, f"needs a dense head, which {other} replaces", f"Leave out {other}")

@@ -1,4 +1,4 @@
-"""Interventions that replace the head before training; all of them keep a `weight` property, so the sites still work."""
+"""Interventions that replace the head before training; all keep a `weight` property, so the sites still work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LowRankHead(Intervention):
-    """A rank-r forward head W = A B with its own exact gradient (causal_test's factorised arm, lost_in_backprop's D)."""
+    """A rank-r forward head W = A B with its own exact gradient (causal_test: factorised; lost_in_backprop: D)."""
 
     example: ClassVar = {"rank": 3}
     keeps_forward: ClassVar = False
@@ -52,9 +52,12 @@ class FrozenColumnSpace(Intervention):
     def check(self, cfg: DictConfig) -> None:
         super().check(cfg)
         if cfg.data.vocab_size < cfg.model.width:
-            raise ConfigError("data.vocab_size", cfg.data.vocab_size,
-                              f"is below model.width={cfg.model.width}, so frozen_column_space would freeze nothing",
-                              "Use a narrower model")
+            raise ConfigError(
+                "data.vocab_size",
+                cfg.data.vocab_size,
+                f"is below model.width={cfg.model.width}, so frozen_column_space would freeze nothing",
+                "Use a narrower model",
+            )
 
     def transform_head(self, head: nn.Module, generator: Generator, std: float) -> nn.Module:
         from ..head import FrozenColumnHead
@@ -76,12 +79,17 @@ class VocabExpansion(Intervention):
     def check(self, cfg: DictConfig) -> None:
         super().check(cfg)
         if self.size < cfg.data.vocab_size:
-            self.refuse("size", self.size, f"is below data.vocab_size={cfg.data.vocab_size}",
-                        f"Use {cfg.data.vocab_size} or more")
+            self.refuse(
+                "size",
+                self.size,
+                f"is below data.vocab_size={cfg.data.vocab_size}",
+                f"Use {cfg.data.vocab_size} or more",
+            )
         first = next(iter(cfg.intervention))
         if first != self.name() and {"low_rank_head", "frozen_column_space"} & set(cfg.intervention):
-            self.refuse("size", self.size, f"must expand the head before {first} replaces it",
-                        "List vocab_expansion first")
+            self.refuse(
+                "size", self.size, f"must expand the head before {first} replaces it", "List vocab_expansion first"
+            )
 
     def transform_head(self, head: nn.Module, generator: Generator, std: float) -> nn.Module:
         return head.expand(self.size - head.weight.shape[0], generator, std)

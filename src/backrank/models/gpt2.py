@@ -18,7 +18,9 @@ class Gpt2(nn.Module):
 
     def checkpoint_activations(self) -> None:
         # the name changed within transformers 5
-        enable = getattr(self.model, "activation_checkpointing_enable", None) or self.model.gradient_checkpointing_enable
+        enable = (
+            getattr(self.model, "activation_checkpointing_enable", None) or self.model.gradient_checkpointing_enable
+        )
         enable({"use_reentrant": False})
 
     def forward(self, x_BT: Tensor) -> Tensor:
@@ -26,9 +28,20 @@ class Gpt2(nn.Module):
 
 
 def build(model: DictConfig, data: DictConfig) -> nn.Module:
-    """gelu_pytorch_tanh is GPT-2's own gelu_new as one kernel. sdpa attention; the learned positions are one sequence."""
+    """gelu_pytorch_tanh is GPT-2's own gelu_new as one kernel; there are as many positions as a sequence has."""
     config = GPT2Config(
-        vocab_size=data.vocab_size, n_positions=data.sequence, n_embd=model.width, n_layer=model.layers,
-        n_head=model.heads, activation_function="gelu_pytorch_tanh", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        use_cache=False, attn_implementation="sdpa", bos_token_id=None, eos_token_id=None)
+        vocab_size=data.vocab_size,
+        n_positions=data.sequence,
+        n_embd=model.width,
+        n_layer=model.layers,
+        n_head=model.heads,
+        activation_function="gelu_pytorch_tanh",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        attn_implementation="sdpa",
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     return Gpt2(config)

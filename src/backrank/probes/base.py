@@ -38,8 +38,12 @@ class Probe:
     def check(self, cfg: DictConfig) -> None:
         for key, least in (("every", 0), ("sequences", 1)):
             if getattr(self, key) < least:
-                raise ConfigError(f"probe.{self.name()}.{key}", getattr(self, key), f"is below {least}",
-                                  f"Use {least} or more" + (" (0: start and end only)" if key == "every" else ""))
+                raise ConfigError(
+                    f"probe.{self.name()}.{key}",
+                    getattr(self, key),
+                    f"is below {least}",
+                    f"Use {least} or more" + (" (0: start and end only)" if key == "every" else ""),
+                )
 
     def due(self, step: int, steps: int) -> bool:
         return step in (0, steps) or (self.every > 0 and step % self.every == 0)

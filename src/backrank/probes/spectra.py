@@ -53,8 +53,10 @@ class GradientSpectrum(Probe):
 
     def measure(self, snapshot: Snapshot) -> Measured:
         gradients = snapshot.gradients(self.through_sites)
-        named = {part: {layer: gradients[layer].flatten(1) for layer in layers if layer in gradients}
-                 for part, layers in parts(snapshot.task).items()}
+        named = {
+            part: {layer: gradients[layer].flatten(1) for layer in layers if layer in gradients}
+            for part, layers in parts(snapshot.task).items()
+        }
         return layer_rows(named, "gradient")
 
 
@@ -79,9 +81,11 @@ class OutputError(Probe):
         errors = torch.cat([e for _, e in residual_chunks(snapshot.hidden_ND, snapshot.weight_VD, targets)])[supervised]
         s = gram_spectrum(errors)
         vocab = errors.shape[1]
-        return {"output/r_out": float(effective_rank(s)),
-                "output/r_out_null": float(effective_rank(uniform_error_spectrum(targets[supervised], vocab))),
-                "output/errors": errors.shape[0]}, []
+        return {
+            "output/r_out": float(effective_rank(s)),
+            "output/r_out_null": float(effective_rank(uniform_error_spectrum(targets[supervised], vocab))),
+            "output/errors": errors.shape[0],
+        }, []
 
 
 def uniform_error_spectrum(targets_N: Tensor, vocab: int) -> Tensor:
