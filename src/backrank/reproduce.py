@@ -132,7 +132,7 @@ def run(paper: str, settings: Settings) -> int:
     code = execute(studies, committed=committed, after_each=collect_now_and_then)
     collect(studies, runs_root(studies), folder, settings.force)
     if code != 130 and (folder / "runs.csv").exists():
-        report(paper, settings)
+        report(paper, settings, studies)
     if settings.scale != "paper":
         slug = paper.replace("_", "-")
         print(
@@ -142,12 +142,12 @@ def run(paper: str, settings: Settings) -> int:
     return code
 
 
-def report(paper: str, settings: Settings) -> int:
+def report(paper: str, settings: Settings, studies: Sequence[Study] | None = None) -> int:
     from .analysis.report import ReportError
     from .analysis.report import report as write
     from .analysis.runs import collect
 
-    studies = settings.studies(paper)
+    studies = studies or settings.studies(paper)
     folder = settings.results / paper / settings.scale
     collect(studies, runs_root(studies), folder, settings.force)
     planned = {s.name.split("/")[1]: dict.fromkeys(s.arms, s.seeds) for s in studies}
