@@ -252,11 +252,23 @@ def attempt(job: Job, fresh: bool, also: Sequence[dict[str, Any]] = ()) -> tuple
         return status, str(error) if isinstance(error, ConfigError) else f"{kind}: {error}"
 
 
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def one_thread() -> dict[str, str]:
+    """The environment of a worker: one thread unless the caller set another number, whatever JOBS is, so that a run's
+    last bits do not depend on it. Two processes of two threads on two cores slow each other down many times."""
+    return {name: os.environ.get(name, "1") for name in THREADS}
+
+
 class InProcess:
     """One worker in the calling process."""
 
     def __init__(self, fresh: bool):
         self.fresh = fresh
+        os.environ.update(one_thread())
+        if torch := sys.modules.get("torch"):
+            torch.set_num_threads(int(os.environ[THREADS[0]]))
 
     def execute(self, job: Job, also: Sequence[dict[str, Any]]) -> tuple[str, Any]:
         return attempt(job, self.fresh, also)
@@ -300,7 +312,7 @@ class Worker:
 
     def _send(self, order: str) -> None:
         if self.process is None or self.process.poll() is not None:
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+            env = {**os.environ, **one_thread()}
             if gpus():
                 env["CUDA_VISIBLE_DEVICES"] = str(gpus()[self.number % len(gpus())])
             # its own session: Ctrl-C reaches the parent, which passes it on once

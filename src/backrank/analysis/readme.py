@@ -30,7 +30,7 @@ def block(root: Path) -> str:
         claims = read_table(root / folder / "claims.csv").fillna({"note": ""}).set_index("id", drop=False)
         rows = claims.loc[[i for i in ids if i in claims.index]]
         shown = tables.show_claims(rows)[["claim", "published", "ours [95 % CI]", "n", "verdict"]]
-        data = ", ".join(sorted(set(rows["data"].dropna().astype(str))))
+        data = ", ".join(sorted(set(rows["data"].dropna().astype(str)) - {"published"}))
         title = f"**[{paper}](experiments/{paper}/README.md)**, scale {scale}, data {data}"
         lines += [f"{title}, [full report]({folder}/report.md): {counts(claims['verdict'])}.\n", tables.markdown(shown)]
     return "\n".join(lines)
