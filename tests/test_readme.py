@@ -34,5 +34,5 @@ def test_named_files_exist():
 def test_named_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     patterns = [t.replace("%", ".+") for t in re.findall(r"^([a-z%-]+):", makefile, flags=re.M)]
-    for target in re.findall(r"make ([a-z][a-z-]*[a-z])", README):
+    for target in re.findall(r"(?:^|`)make ([a-z][a-z-]*[a-z])", README, flags=re.M):
         assert any(re.fullmatch(p, target) for p in patterns), target
