@@ -645,3 +645,17 @@ def test_d20_a_prepared_folder_needs_no_network(tmp_path):
     assert ran.returncode == 0, ran.stderr
     [folder] = folders(tmp_path / "runs")
     assert json.loads((folder / "meta.json").read_text())["data"] == "wikitext-2-v1" and Path(DATA).is_dir()
+
+
+def test_rows_of_a_plan_without_a_search_are_collected_again_and_again(tmp_path, monkeypatch, tiny):
+    """Fixed settings leave nothing to choose: no search.csv, and the next collection reads what this one wrote."""
+    from backrank.analysis.runs import collect, read_table
+
+    one = [*tiny, f"runs={tmp_path / 'runs'}", "probe=[]", "optim.lr=0.01"]
+    study = Study("causal_test/byte_heads", "smoke", one, arms=["ordinary"], seeds=[1, 2])
+    assert Sweep([study], tmp_path / "runs", said=lambda _: None).run() == 0
+    folder = tmp_path / "results"
+    for _ in range(2):
+        collect([study], tmp_path / "runs", folder)
+        assert list(read_table(folder / "runs.csv")["seed"]) == [1, 2]
+    assert not (folder / "search.csv").exists() and not (folder / "layers.parquet").exists()

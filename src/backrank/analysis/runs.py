@@ -134,7 +134,8 @@ def collect(studies: Sequence[Study], root: Path, folder: Path, force: bool = Fa
     atomic_write(folder / "runs.csv", runs.to_csv(index=False))
     kept = set(runs["id"])
     search = join(read_table(folder / "search.csv"), searches, ["experiment", "arm", "key"])
-    atomic_write(folder / "search.csv", search.to_csv(index=False))
+    if len(search):  # nothing to choose is no table: an empty file cannot be read back
+        atomic_write(folder / "search.csv", search.to_csv(index=False))
     table = join(read_table(folder / "layers.parquet"), layers, ["experiment", "id", "step", "layer", "kind"])
     if len(table):
         table = table[table["id"].isin(kept)]
