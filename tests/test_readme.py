@@ -36,3 +36,20 @@ def test_named_make_targets_exist():
     patterns = [t.replace("%", ".+") for t in re.findall(r"^([a-z%-]+):", makefile, flags=re.M)]
     for target in re.findall(r"(?:^|`)make ([a-z][a-z-]*[a-z])", README, flags=re.M):
         assert any(re.fullmatch(p, target) for p in patterns), target
+
+
+def test_the_readmes_intervention_runs_as_it_stands(train, monkeypatch, tmp_path):
+    """The example is one file: imported under its own name, chosen by config, and without effect at a huge norm."""
+    import backrank.interventions as package
+    from backrank.plugins import discover
+
+    code = re.search(r"```python\n# src/backrank/interventions/(\w+)\.py\n(.*?)```", README, flags=re.DOTALL)
+    (tmp_path / f"{code[1]}.py").write_text(code[2])
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    found = discover(package.__name__, [str(tmp_path)], package.Intervention, "intervention")
+    monkeypatch.setitem(package.INTERVENTIONS, code[1], found[code[1]])
+    plain = train(runs="plain").weights
+    for norm, changes in ((1e9, False), (1e-4, True)):
+        ran = train(f"intervention=[{code[1]}]", f"intervention.{code[1]}.norm={norm}")
+        assert ran.code == 0
+        assert any(not plain[name].equal(weight) for name, weight in ran.weights.items()) == changes
