@@ -31,6 +31,9 @@ def main() -> int:
         print("wandb_workspaces is not installed: pip install wandb-workspaces", file=sys.stderr)
         return 1
     for paper, sections in PAPERS.items():
+        names = [f"{paper}/{path.stem}" for path in sorted((CONFIGS / "experiment" / paper).glob("*.yaml"))]
+        if not names:
+            continue
         built = [
             ws.Section(
                 name=title,
@@ -42,7 +45,6 @@ def main() -> int:
             )
             for title, panels in sections.items()
         ]
-        names = [f"{paper}/{path.stem}" for path in sorted((CONFIGS / "experiment" / paper).glob("*.yaml"))]
         runs = ws.RunsetSettings(filters=f"Config('scale') = '{args.scale}' and Config('experiment') in {names}")
         workspace = ws.Workspace(
             entity=args.entity, project=args.project, name=f"{paper} {args.scale}", sections=built, runset_settings=runs

@@ -231,3 +231,23 @@ def test_two_experiments_cadences_join_to_one_that_covers_both():
     widen(cfg, {"every": {"eval": 9}, "probe": {"head_gradient": {"every": 6, "sequences": 8},
                                                "output_error": {"every": 0, "sequences": 8}}})  # fmt: skip
     assert cfg.every.eval == 3 and cfg.probe.head_gradient.every == 2 and cfg.probe.output_error.every == 0
+
+
+@pytest.mark.parametrize(
+    ("arms", "named"),
+    [
+        ("{wide:{grid:{}}}", "plan.search.arms"),
+        ("{wdie:{grids:{optim.lr:[1.0]}}}", "Did you mean wide"),
+        ("{wide:{grids:{optim.lr:[high]}}}", "plan.search.grids"),
+    ],
+)
+def test_a_search_of_its_own_that_cannot_be_read_or_fits_no_arm_is_refused(tiny, arms, named):
+    plan = ["+plan.arms={plain:[],wide:['model.width=64']}", f"+plan.search.arms={arms}"]
+    with pytest.raises(ConfigError, match=named):
+        Study(None, "laptop", [*tiny, *plan]).config("wide")
+
+
+def test_own_grids_go_by_pattern():
+    study = Study("causal_test/residual_usage", "paper")
+    assert study.grids("sgd_full") == study.grids("sgd_frozen") == {"optim.lr": [0.03, 0.1, 0.3, 1.0]}
+    assert study.grids("adamw_full") == {"optim.lr": [0.003, 0.01, 0.02, 0.04]}

@@ -137,6 +137,19 @@ def test_effect_size_and_spread_intervals_cover():
     assert math.isnan(stats.d_z_interval(1.0, 1)[0]) and math.isnan(stats.sd_interval(1.0, 1)[0])
 
 
-def test_without_and_signs():
-    assert stats.without(by_seed([10.0, 1.0, 3.0]), 1).mean == 2
+def test_mover_is_welch_where_intervals_are_symmetric_and_wide_enough_for_replications():
+    diff, low, high = stats.mover((3.0, 2.0, 4.0), (1.0, -1.0, 3.0))
+    assert diff == 2 and low == pytest.approx(2 - 5**0.5) and high == pytest.approx(2 + 5**0.5)
+    # a replication of the same effect at the same n agrees about as often as 95 % says, not 83 %
+    rng = np.random.default_rng(0)
+
+    def drawn():
+        d_z = rng.normal(1.5, 1, 12).mean() / 1.0
+        return d_z, *stats.d_z_interval(d_z, 12)
+
+    hits = [low <= 0 <= high for _ in range(300) for _, low, high in [stats.mover(drawn(), drawn())]]
+    assert 0.92 < np.mean(hits) <= 1
+
+
+def test_signs():
     assert stats.signs([1.0, -2.0, 0.0, 3.0]) == (2, 1, 1)

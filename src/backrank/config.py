@@ -141,7 +141,6 @@ class Plan:
 
     arms: dict[str, list[str]] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [1])
-    paper_seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])
     search: Search = field(default_factory=Search)
 
 
@@ -170,7 +169,7 @@ class Config:
 CHOICES = {
     "scale": SCALES,
     "device": ("auto", "cpu", "cuda"),
-    "model.kind": ("gpt2",),
+    "model.kind": tuple(sorted(p.stem for p in (Path(__file__).parent / "models").glob("[a-z]*.py"))),
     "data.source": ("stdlib", "text", "hub"),
     "optim.name": ("adamw", "sgd"),
     "optim.schedule": ("cosine", "constant"),
@@ -283,6 +282,14 @@ def validate(cfg: DictConfig) -> None:
     for kind in cfg.optim.decay:
         if kind not in PARAMETER_KINDS:
             raise ConfigError("optim.decay", kind, "is no kind of parameter", nearest(kind, PARAMETER_KINDS))
+    if cfg.every.eval_tokens < 2:
+        raise ConfigError(
+            "every.eval_tokens", cfg.every.eval_tokens, "is below 2", "every.eval=0 switches the curve off"
+        )
+    if cfg.optim.momentum >= 1:
+        raise ConfigError("optim.momentum", cfg.optim.momentum, "is not below 1", "For example 0.9")
+    if cfg.train.loss == "liger" and cfg.device == "cpu":
+        raise ConfigError("train.loss", "liger", "needs a GPU", "Use train.loss=chunked")
     if len(cfg.optim.betas) != 2 or not all(0 <= b < 1 for b in cfg.optim.betas):
         raise ConfigError("optim.betas", list(cfg.optim.betas), "needs two numbers in [0, 1)", "For example [0.9,0.95]")
     if cfg.model.width % cfg.model.heads:

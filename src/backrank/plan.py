@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from . import data
 from .compose import compose, compose_plan, key_of, no_arm
-from .config import CONFIGS, ConfigError, canonical, hash_of, validate
+from .config import CONFIGS, ConfigError, canonical, hash_of, nearest, validate
 from .run import settle_paths
 
 EXTENSIONS = 2  # how often a grid grows when the best value sits on its edge
@@ -100,6 +100,11 @@ class Study:
         for arm in arms or ():
             if arm not in planned:
                 raise no_arm(arm, experiment, planned)
+        for pattern, own in self.plan.search.arms.items():
+            if not OmegaConf.is_dict(own) or set(own) != {"grids"} or not OmegaConf.is_dict(own.grids):
+                raise ConfigError(f"plan.search.arms.{pattern}", own, "is no {grids: {<key>: [...]}}", "Give it grids")
+            if planned and not any(fnmatch(arm, pattern) for arm in planned):
+                raise ConfigError("plan.search.arms", pattern, "fits no arm", nearest(pattern, planned))
         self.arms = list(dict.fromkeys(arms or planned or [""]))  # without a plan: the config itself, no arm
         self.seeds = list(dict.fromkeys(int(s) for s in (seeds or self.plan.seeds)))
         if not self.seeds:
@@ -153,7 +158,10 @@ class Study:
         """The grids of the first pattern that fits the arm, else the common ones; without keys that were typed."""
         search = OmegaConf.to_container(self.plan.search, resolve=True)
         own = next((a["grids"] for pattern, a in search["arms"].items() if fnmatch(arm, pattern)), search["grids"])
-        return {key: sorted({float(v) for v in values}) for key, values in own.items() if key not in self.fixed}
+        try:
+            return {key: sorted({float(v) for v in values}) for key, values in own.items() if key not in self.fixed}
+        except (TypeError, ValueError) as error:
+            raise ConfigError("plan.search.grids", own, f"holds no numbers ({error})", "For example [0.01]") from error
 
     def progress(self, losses: Losses, failed: Callable[[str], bool] = lambda _: False) -> Progress:
         out = Progress()

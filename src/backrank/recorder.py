@@ -111,7 +111,7 @@ class Recorder:
         self._append(METRICS, [make_row({"step": int(step)}, values)])
 
     def layers(self, step: int, rows: list[dict]) -> None:
-        """Append rows {"step", "layer", "kind", ...}, one one per layer and kind; a value may be a list."""
+        """Append rows {"step", "layer", "kind", ...}, one per layer and kind; a value may be a list."""
         self._append(LAYERS, [make_row({"step": int(step)}, row) for row in rows])
 
     def _append(self, name: str, rows: list[dict]) -> None:

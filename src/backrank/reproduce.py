@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .config import ROOT, SCALES, ConfigError, nearest
+from .config import CONFIGS, ROOT, SCALES, ConfigError, nearest
 from .plan import Study, experiments
 from .rundir import RunDir, git
 from .sweep import Sweep, default_workers
 
 RESULTS = ROOT / "results"
-PAPERS = ("backward_bottleneck", "lost_in_backprop", "causal_test")
+PAPERS = tuple(sorted(p.name for p in (CONFIGS / "experiment").iterdir()))
 
 
 def split(value: str | None) -> list[str]:
@@ -51,7 +51,7 @@ class Settings:
         self.results = Path(env.get("RESULTS") or RESULTS)
         self.only = split(env.get("ONLY"))
         self.seeds = [number("SEEDS", s, 0) for s in split(env.get("SEEDS"))] or None
-        self.jobs = number("JOBS", env["JOBS"], 1) if env.get("JOBS") else default_workers()
+        self.jobs = number("JOBS", env["JOBS"], 1) if env.get("JOBS") else default_workers(env.get("DEVICE") or "auto")
         self.fresh, self.reuse, self.force = (env.get(k) not in (None, "", "0") for k in ("FRESH", "REUSE", "FORCE"))
         self.extra = [f"{name.lower()}={env[name]}" for name in ("DEVICE", "LOGGER") if env.get(name)]
 
@@ -298,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     command, papers = argv[0], [p.replace("-", "_") for p in argv[1:]]
-    papers = papers or [p for p in PAPERS if experiments(p)]
+    papers = papers or list(PAPERS)
     if command != "run":  # looking never fetches
         os.environ["HF_HUB_OFFLINE"] = "1"
     try:

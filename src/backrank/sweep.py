@@ -348,9 +348,10 @@ def gpus() -> list[str]:
     return [str(n) for n in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))]
 
 
-def default_workers() -> int:
+def default_workers(device: str = "auto") -> int:
     """One process a GPU, else one single-threaded process a core."""
-    return len(gpus()) or len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (len(gpus()) if device != "cpu" else 0) or cores
 
 
 def worker_main(parent: int) -> None:

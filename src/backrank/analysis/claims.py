@@ -13,7 +13,8 @@ ordering       arms (metric rises) or pairs              reproduced | same direc
 bound          pairs, or measured and bound              kept | broken, with cases and slack
 calculation    inputs expression equals                  adds up | does not add up, at the printed digits
 contradiction  inputs expression stated                  contradiction | consistent
-Without runs: not run. Kind `value` (or `scales: paper`) at another scale: needs the paper's scale.
+A claim whose id fits a pattern of `by_construction` could not fail: by construction instead of reproduced, with the
+reason. Without runs: not run. Kind `value` (or `scales: paper`) at another scale: needs the paper's scale.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import itertools
 import math
 from dataclasses import dataclass, field, fields
 from decimal import Decimal, InvalidOperation
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from . import stats
 REPRODUCED, SAME_DIRECTION, UNDERPOWERED, DIFFERS = "reproduced", "same direction", "underpowered", "differs"
 ADDS_UP, NOT_ADDS_UP, CONTRADICTION, CONSISTENT = "adds up", "does not add up", "contradiction", "consistent"
 KEPT, BROKEN, NOT_RUN, NEEDS_SCALE = "kept", "broken", "not run", "needs the paper's scale"
+BY_CONSTRUCTION = "by construction"  # would be `reproduced`, but could not have failed
 MARGIN, RATIO_MARGIN = 0.02, 0.10  # no effect: nats; share of a ratio
 NEEDS = {  # fields a kind cannot do without; "a|b" is one of them
     "value": ["experiment", "arm", "published_key|published"],
@@ -146,6 +149,7 @@ class ClaimSet:
     claims: list[Claim]
     published: dict[str, Published]
     path: Path
+    by_construction: dict[str, str] = field(default_factory=dict)  # pattern of ids -> why the row could not fail
 
 
 def load_published(path: Path, paper: str) -> dict[str, Published]:
@@ -166,7 +170,10 @@ def load_claims(path: Path, published_csv: Path) -> ClaimSet:
             claims.append(_claim(path, raw.get("defaults", {}) | block | row, published, experiments))
     if twice := [c.id for i, c in enumerate(claims) if c.id in {d.id for d in claims[:i]}]:
         raise ClaimError(f"{path}: claim {twice[0]}: the id occurs twice")
-    return ClaimSet(raw["paper"], experiments, claims, published, path)
+    reasons = raw.get("by_construction", {})
+    if idle := [pattern for pattern in reasons if not any(fnmatch(c.id, pattern) for c in claims)]:
+        raise ClaimError(f"{path}: by_construction {idle[0]}: no claim has such an id")
+    return ClaimSet(raw["paper"], experiments, claims, published, path, reasons)
 
 
 def _expand(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -252,6 +259,10 @@ class _Judge:
             row |= self.page() if c.inputs else {"scale": self.scale, "data": ""} | self.measured()
         except (stats.SeedError, pd.errors.UndefinedVariableError) as error:
             raise ClaimError(f"{self.claims.path}: claim {c.id}: {error}") from error
+        reasons = [why for pattern, why in self.claims.by_construction.items() if fnmatch(c.id, pattern)]
+        if row["verdict"] == REPRODUCED and reasons:
+            row["verdict"] = BY_CONSTRUCTION
+            self.notes += reasons
         if row["verdict"] in (DIFFERS, SAME_DIRECTION) and c.setup_note:
             self.notes.append(f"set-up: {c.setup_note}")
         return row | {"note": "; ".join(self.notes)}
@@ -390,9 +401,12 @@ class _Judge:
             self.notes.append(note)
             return numbers | {"verdict": verdict}
         if c.tolerance == "sampling":
-            accept = {"d_z": stats.d_z_interval, "sd": stats.sd_interval}[c.stat](p.value, int(p.n))
-        else:
-            accept = p.value - c.tolerance, p.value + c.tolerance
+            theirs = {"d_z": stats.d_z_interval, "sd": stats.sd_interval}[c.stat](p.value, int(p.n))
+            diff, least, most = stats.mover((ours, low, high), (p.value, *theirs))
+            self.notes.append(f"ours - published {diff:+.3g} [{least:.3g}, {most:.3g}]")
+            verdict = UNDERPOWERED if math.isnan(least) else REPRODUCED if least <= 0 <= most else DIFFERS
+            return numbers | {"verdict": verdict}
+        accept = p.value - c.tolerance, p.value + c.tolerance
         self.notes.append(f"accepted {accept[0]:.3g} to {accept[1]:.3g}")
         return numbers | {"verdict": REPRODUCED if accept[0] <= ours <= accept[1] else DIFFERS}
 
@@ -445,7 +459,7 @@ def value_verdict(ours: stats.Estimate, published: Published, tolerance: float |
 def effect_verdict(low: float, high: float, null: float, published: Published, direction: str | None = None) -> str:
     """Verdict on a difference (null 0) or ratio (null 1) from our interval; the side is the published value's.
 
-    Without a published value `direction` gives the side, and an interval inside +-MARGIN speaks against the effect.
+    Without a published value `direction` gives the side, and an interval inside the margin speaks against the effect.
     """
     side = published.value - null if direction is None else {"above": 1, "below": -1}[direction]
     if math.isnan(low):
@@ -457,7 +471,8 @@ def effect_verdict(low: float, high: float, null: float, published: Published, d
     if not low <= null <= high:
         return DIFFERS
     if math.isnan(published.value):
-        return DIFFERS if null - MARGIN <= low and high <= null + MARGIN else UNDERPOWERED
+        margin = RATIO_MARGIN if null == 1 else MARGIN
+        return DIFFERS if null - margin <= low and high <= null + margin else UNDERPOWERED
     return UNDERPOWERED if low <= published.value <= high else DIFFERS
 
 

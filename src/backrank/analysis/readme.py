@@ -13,8 +13,8 @@ from . import tables
 from .runs import read_table
 
 BEGIN, END = "<!-- verdicts:", "<!-- /verdicts -->"
-ORDER = ["reproduced", "same direction", "underpowered", "differs", "adds up", "does not add up", "consistent",
-         "contradiction", "kept", "broken"]  # fmt: skip
+ORDER = ["reproduced", "by construction", "same direction", "underpowered", "differs", "adds up", "does not add up",
+         "consistent", "contradiction", "kept", "broken"]  # fmt: skip
 
 
 def block(root: Path) -> str:
@@ -32,8 +32,14 @@ def block(root: Path) -> str:
         shown = tables.show_claims(rows)[["claim", "published", "ours [95 % CI]", "n", "verdict"]]
         data = ", ".join(sorted(set(rows["data"].dropna().astype(str)) - {"published"}))
         title = f"**[{paper}](experiments/{paper}/README.md)**, scale {scale}, data {data}"
-        lines += [f"{title}, [full report]({folder}/report.md): {counts(claims['verdict'])}.\n", tables.markdown(shown)]
+        lines += [f"{title}, [full report]({folder}/report.md). {by_source(claims)}\n", tables.markdown(shown)]
     return "\n".join(lines)
+
+
+def by_source(claims: pd.DataFrame) -> str:
+    """The paper's statements and figures apart from the rows we added."""
+    ours = claims["source"] == "ours"
+    return f"The paper's: {counts(claims['verdict'][~ours])}. Added by us: {counts(claims['verdict'][ours])}."
 
 
 def counts(verdicts: pd.Series) -> str:

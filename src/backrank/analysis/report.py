@@ -181,7 +181,10 @@ def _experiments(r: Results, stage: Path) -> list[str]:
         for metric in block.get("metrics", ["val_loss"]):
             table = tables.arms(rows, experiment, r.claims, metric)
             if len(table):
-                caption = f"{metric} in nats; delta: paired difference to the baseline; {r.caption([experiment])}"
+                caption = (
+                    f"{metric} in nats; delta: paired difference to the baseline; intervals are over seeds at the "
+                    f"chosen rate and do not hold the choice itself, made on one seed; {r.caption([experiment])}"
+                )
                 shown = tables.show_arms(table)
                 lines.append(tables.write(stage / "tables", f"{experiment}_{metric}", table, shown, caption))
         found = r.search[r.search["experiment"] == experiment] if len(r.search) else r.search

@@ -102,11 +102,6 @@ def paired(a: pd.Series, b: pd.Series, names=("a", "b"), complete: bool = True) 
     return estimate(table[names[0]] - table[names[1]])
 
 
-def without(values: pd.Series, *seeds: int) -> Estimate:
-    """Sensitivity: the estimate when `seeds` are left out of values indexed by seed."""
-    return estimate(values.drop(index=list(seeds), errors="ignore"))
-
-
 def signs(values) -> tuple[int, int, int]:
     """How many values are above, below and exactly 0."""
     values = np.asarray(values, float)
@@ -161,6 +156,15 @@ def sd_interval(sd: float, n: int) -> tuple[float, float]:
     if n < 2:
         return math.nan, math.nan
     return tuple(sd * math.sqrt((n - 1) / stats.chi2.ppf(p, n - 1)) for p in (TAIL, 1 - TAIL))
+
+
+def mover(a: tuple[float, float, float], b: tuple[float, float, float]) -> tuple[float, float, float]:
+    """a - b and its interval, from (value, low, high) of two independent estimates with intervals of any shape.
+
+    Each end takes the distances that push the difference there, added in squares (Zou and Donner 2008).
+    """
+    diff = a[0] - b[0]
+    return diff, diff - math.hypot(a[0] - a[1], b[2] - b[0]), diff + math.hypot(a[2] - a[0], b[0] - b[1])
 
 
 def _list(seeds) -> str:
