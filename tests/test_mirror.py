@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -263,8 +264,11 @@ def test_the_child_ends_when_the_run_is_killed_and_marks_it_failed(tmp_path):
     folder = run_folder(tmp_path)
     script = SCRIPT.replace("recorder.close(0)", "recorder.flush(); time.sleep(3); import os; os.kill(os.getpid(), 9)")
     subprocess.run([sys.executable, "-c", script, str(folder)], env=dict(os.environ, WANDB_MODE="offline"), timeout=30)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and not (transaction_logs(folder) and written(folder)[3]):
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with suppress(StopIteration):  # begun, and its first record not on disk yet
+            if transaction_logs(folder) and written(folder)[3]:
+                break
         time.sleep(0.1)
     assert written(folder)[3] == [1] and len(values(written(folder)[2])) == 5
 
