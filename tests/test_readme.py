@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from backrank.analysis.claims import judge, load_claims
 from backrank.analysis.readme import block, counts, rewritten
+from backrank.analysis.runs import read_table
 from backrank.config import ROOT
 from backrank.rundir import git
 
@@ -57,3 +59,17 @@ def test_the_readmes_intervention_runs_as_it_stands(train, monkeypatch, tmp_path
         ran = train(f"intervention=[{code[1]}]", f"intervention.{code[1]}.norm={norm}")
         assert ran.code == 0
         assert any(not plain[name].equal(weight) for name, weight in ran.weights.items()) == changes
+
+
+COMMITTED = sorted(p.parent for p in (ROOT / "results").glob("*/*/claims.csv") if p.parent.name != "smoke")
+
+
+@pytest.mark.skipif(bool(git("status", "--porcelain", "results")), reason="results of your own stand beside the rows")
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda p: f"{p.parent.name}-{p.name}")
+def test_committed_claims_follow_from_the_committed_rows(folder):
+    paper = folder.parent.name
+    claims = load_claims(ROOT / "experiments" / paper / "claims.yaml", ROOT / "experiments" / "published.csv")
+    judged = judge(claims, read_table(folder / "runs.csv"), folder.name).set_index("id")
+    written = read_table(folder / "claims.csv").set_index("id")
+    assert written["verdict"].to_dict() == judged["verdict"].to_dict(), f"run `make report-{paper}`"
+    assert written["ours"].to_numpy() == pytest.approx(judged["ours"].to_numpy(float), rel=1e-9, nan_ok=True)
