@@ -657,5 +657,7 @@ def test_rows_of_a_plan_without_a_search_are_collected_again_and_again(tmp_path,
     folder = tmp_path / "results"
     for _ in range(2):
         collect([study], tmp_path / "runs", folder)
-        assert list(read_table(folder / "runs.csv")["seed"]) == [1, 2]
+        rows = read_table(folder / "runs.csv")
+        assert list(rows["seed"]) == [1, 2]
+        assert rows["val_loss_active"].equals(rows["val_loss"])  # every class is active
     assert not (folder / "search.csv").exists() and not (folder / "layers.parquet").exists()

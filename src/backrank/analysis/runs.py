@@ -71,6 +71,7 @@ def row_of(job: Job, rundir: RunDir, study: Study) -> dict[str, Any] | None:
     }
     for key, value in (summary or {}).items():
         row[key.replace("val/", "val_").replace("test/", "test_").replace("train/", "train_")] = value
+    row.setdefault("val_loss_active", row.get("val_loss"))  # a head without further classes has only active ones
     return row
 
 
