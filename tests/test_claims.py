@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from backrank.analysis import stats
-from backrank.analysis.claims import COLUMNS, ClaimError, Published, judge, load_claims, ordering_verdict, value_verdict
-from backrank.analysis.claims import effect_verdict as effect
-from backrank.analysis.claims import no_effect_verdict as no_effect
+from backrank.analysis.claims import COLUMNS, ClaimError, judge, load_claims
+from backrank.analysis.verdicts import Published, ordering_verdict, value_verdict
+from backrank.analysis.verdicts import effect_verdict as effect
+from backrank.analysis.verdicts import no_effect_verdict as no_effect
 from backrank.config import ROOT
 
 CLAIMS, PUBLISHED = ROOT / "experiments/causal_test/claims.yaml", ROOT / "experiments/published.csv"
