@@ -27,7 +27,7 @@ def site_gradients(trainer, step=0):
     """The loss of a step's batch, the gradient that reaches the backbone, and those of the head's parameters."""
     task, (x, y) = trainer.task, trainer.batch_at(step)
     hidden = task.hidden(x).detach().requires_grad_()
-    task.hidden = lambda _: hidden
+    task.hidden = lambda *_: hidden
     for intervention in task.interventions:
         intervention.begin_step(step, task.head)
     loss = task(x, y, (y >= 0).sum())

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from backrank import run, rundir
 from backrank.compose import compose_run
@@ -118,7 +119,10 @@ def test_code_hash_sees_code_and_neither_comments_nor_docstrings(tmp_path, monke
 
     def now():
         rundir._stripped_file.cache_clear()
-        return code_hash("gpt2", []), code_hash("gpt2", ["low_rank_head"])
+        cfg = OmegaConf.create({"model": {"kind": "gpt2"}, "data": {"source": "text"}, "intervention": {}})
+        plain = code_hash(cfg)
+        cfg.intervention.low_rank_head = {}
+        return plain, code_hash(cfg)
 
     try:
         first = now()
@@ -454,10 +458,10 @@ def test_the_last_update_alone_may_do_it(train, monkeypatch):
 
 def test_a_final_loss_that_is_not_finite_is_no_result(train, monkeypatch):
     """Weights may be finite and their loss not."""
-    from backrank.task import LanguageModel
+    from backrank.task import Task
 
-    evaluate = LanguageModel.evaluate
-    monkeypatch.setattr(LanguageModel, "evaluate", lambda *args: {**evaluate(*args), "loss": float("inf")})
+    evaluate = Task.evaluate
+    monkeypatch.setattr(Task, "evaluate", lambda *args: {**evaluate(*args), "loss": float("inf")})
     ran = train()
     assert ran.code == 1 and ran.summary is None and ran.read("failed.json")["diverged"]
     assert train().code == 1 and "val/loss is not finite" in ran.read("failed.json")["message"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from omegaconf import DictConfig
 
 from .config import ConfigError, make
-from .data import Tokens, Windows, eval_windows
 from .head import DenseHead, resolve_loss
 from .interventions import INTERVENTIONS
 from .models import build_backbone
@@ -21,7 +19,7 @@ from .probes.base import Snapshot
 from .recorder import Recorder
 from .rundir import RunDir
 from .seeding import generator, role_seed, tensor_hash
-from .task import LanguageModel
+from .task import Task
 from .trainer import Trainer
 
 
@@ -32,7 +30,7 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def build_task(cfg: DictConfig) -> tuple[LanguageModel, dict[str, str]]:
+def build_task(cfg: DictConfig) -> tuple[Task, dict[str, str]]:
     """The model with its interventions, and the hashes of its initial backbone and dense head.
 
     The dense head is drawn first, so that every arm shares it; what an intervention draws comes after it.
@@ -51,37 +49,26 @@ def build_task(cfg: DictConfig) -> tuple[LanguageModel, dict[str, str]]:
         resolve_loss(cfg.train.loss)
     except ValueError as error:
         raise ConfigError("train.loss", cfg.train.loss, str(error), "Use train.loss=chunked") from None
-    return LanguageModel(backbone, head, interventions, cfg.train.loss), hashes
+    return Task(backbone, head, interventions, cfg.train.loss), hashes
 
 
-def build(cfg: DictConfig, tokens: Tokens, rundir: RunDir, recorder: Recorder) -> tuple[Trainer, dict[str, Any]]:
+def build(cfg: DictConfig, source: Any, rundir: RunDir, recorder: Recorder) -> tuple[Trainer, dict[str, Any]]:
     """The trainer of a run, and what its record says of the model, its parameters and its data order."""
     device = pick_device(cfg.device)
     torch.manual_seed(role_seed(cfg.seed, "training"))
     task, hashes = build_task(cfg)
     task.to(device)
+    stream = source.stream(cfg, device)
     for intervention in task.interventions:
+        intervention.attach(task, stream.fresh, role_seed(cfg.seed, "route"))
         intervention.state = {name: t.to(device) for name, t in intervention.state.items()}
     optimiser, decays = build_optimiser(task, cfg.optim)
 
-    def to_device(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = (torch.from_numpy(a) for a in batch)
-        if device.type == "cuda":  # pinned and asynchronous: the step never waits for the copy
-            return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(device, non_blocking=True)
-        return x, y
-
-    windows = Windows(tokens.train, cfg.data.sequence, cfg.train.batch, role_seed(cfg.seed, "order"))
-
-    def held_out(split: str, limit: int | None, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for pair in eval_windows(getattr(tokens, split), cfg.data.sequence, limit, batch):
-            yield to_device(pair)
-
     def evaluate(split: str, whole: bool = True) -> dict[str, float]:
-        limit = cfg.data.eval_tokens if whole else cfg.every.eval_tokens
-        return task.evaluate(held_out(split, limit, max(1, 1024 // cfg.data.sequence)))
+        return task.evaluate(stream.evaluation(split, whole))
 
     def snapshot(step: int, sequences: int) -> Snapshot:
-        return Snapshot(task, lambda: next(held_out("validation", sequences * cfg.data.sequence + 1, sequences)), step)
+        return Snapshot(task, lambda: stream.held_out(sequences), step)
 
     autocast = partial(torch.autocast, device.type, torch.bfloat16) if cfg.train.amp == "bf16" else nullcontext
     if cfg.train.checkpointing:
@@ -93,7 +80,7 @@ def build(cfg: DictConfig, tokens: Tokens, rundir: RunDir, recorder: Recorder) -
         task=task,
         optimiser=optimiser,
         lr_at=lambda step: lr_at(step, cfg.train.steps, cfg.optim),
-        batch_at=lambda i: to_device(windows.batch_at(i)),
+        batch_at=stream.batch_at,
         evaluate=evaluate,
         snapshot=snapshot,
         probes=[make(PROBES[name], node) for name, node in cfg.probe.items()],
@@ -112,7 +99,8 @@ def build(cfg: DictConfig, tokens: Tokens, rundir: RunDir, recorder: Recorder) -
         "threads": torch.get_num_threads(),
         "params": sum(counted.values()),
         "init_hash": hashes,
-        "order_hash": windows.order_hash(min(cfg.train.steps * cfg.train.accumulate, 10_000)),
+        "order_hash": stream.order_hash(min(cfg.train.steps * cfg.train.accumulate, 10_000)),
+        "facts": stream.facts,
         "parameter_kinds": parameter_kinds(task),
         "decaying": decays,
     }

@@ -34,7 +34,11 @@ class ConfigError(Exception):
 
 @dataclass
 class Model:
-    """Backbone and head. width D, heads H; `head_std` is the standard deviation of a dense head's elements at init."""
+    """Backbone and head. width D, heads H; `head_std` is the standard deviation of a dense head's elements at init.
+
+    mlp: width of the feed-forward layers (null: the kind's own). patch: side of a patch (vision transformers).
+    attention: `sdpa` or `eager`, which can be differentiated twice (null: sdpa).
+    """
 
     kind: str = "gpt2"
     layers: int = MISSING
@@ -42,14 +46,17 @@ class Model:
     heads: int = 4
     tied: bool = False
     head_std: float = 0.02
+    mlp: int | None = None
+    patch: int | None = None
+    attention: str | None = None
 
 
 @dataclass
 class Data:
-    """Where text comes from and how it becomes token ids.
+    """What is trained on: text and how it becomes token ids, or what the other sources make of these settings.
 
-    source: `stdlib` (documentation that ships with Python), `text` (UTF-8 files under `path`), `hub` (a `datasets`
-    data set: a local parquet folder `<root>/<name>` or `<root>` itself first, the hub otherwise).
+    source: `stdlib` (documentation that ships with Python; part `code`: its source), `text` (UTF-8 files under `path`),
+    `hub` (a `datasets` data set: a local parquet folder `<root>/<name>` or `<root>` itself first, the hub otherwise).
     tokenizer: `bytes`, `bpe` (byte-level BPE of `vocab_size` trained on the train split, cached by content), or the
     path of a tokenizer.json. Evaluation reads the first `eval_tokens` ids of a split (null: all).
     """
@@ -61,10 +68,14 @@ class Data:
     hub_id: str | None = None
     hub_config: str | None = None
     column: str = "text"
+    part: str | None = None
     tokenizer: str = "bytes"
     vocab_size: int = 256
     sequence: int = 128
     eval_tokens: int | None = None
+    draws: float | None = None
+    size: int | None = None
+    augment: bool | None = None
     cache: str = MISSING
 
 
@@ -166,12 +177,16 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- validation
 
+# source of data -> module of backrank.data that reads it
+SOURCES = {"stdlib": "tokens", "text": "tokens", "hub": "tokens"}
+
 CHOICES = {
     "scale": SCALES,
     "device": ("auto", "cpu", "cuda"),
     "model.kind": tuple(sorted(p.stem for p in (Path(__file__).parent / "models").glob("[a-z]*.py"))),
-    "data.source": ("stdlib", "text", "hub"),
-    "optim.name": ("adamw", "sgd"),
+    "model.attention": (None, "sdpa", "eager"),
+    "data.source": tuple(SOURCES),
+    "optim.name": ("adamw", "sgd", "muon"),
     "optim.schedule": ("cosine", "constant"),
     "train.loss": ("chunked", "plain", "torch", "liger"),
     "train.amp": ("none", "bf16"),
@@ -340,6 +355,9 @@ def canonical(cfg: DictConfig, data_hash: dict[str, str]) -> dict[str, Any]:
         plain.pop(key)
     for key in NOT_IDENTITY_DATA:
         plain["data"].pop(key)
+    # a setting that is null is one that the run does not have: a schema may grow without renaming every run
+    for group in ("model", "data", "optim", "train"):
+        plain[group] = {key: value for key, value in plain[group].items() if value is not None}
     plain["data"]["content"] = dict(data_hash)
     # a list, since the order in which the gradient meets them matters
     plain["intervention"] = [[name, settings] for name, settings in plain["intervention"].items()]

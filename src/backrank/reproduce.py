@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import data
 from .config import CONFIGS, ROOT, SCALES, ConfigError, nearest
 from .plan import Study, experiments
 from .rundir import RunDir, git
@@ -216,7 +217,7 @@ def plan(paper: str, settings: Settings) -> int:
             str(left),
             f"{hours:.2f}",
             f"{left * 8 * parameters(cfg) / 2**20:.0f}",
-            f"{cfg.data.name} {hashes['text'][:8]}",
+            f"{cfg.data.name} {data.content(hashes)[:8]}",
         )
     console = Console(width=max(100, Console().width))
     console.print(table)

@@ -112,7 +112,7 @@ def adopt(cfg: DictConfig, rundir: RunDir) -> None:
 def is_current(rundir: RunDir, cfg: DictConfig, fresh: bool) -> bool:
     """Whether a finished run holds what this config asks for; with `fresh` it must also come from the current code."""
     meta = rundir.read("meta.json", damaged_is_none=fresh) or {}
-    stale = meta.get("code_hash") != code_hash(cfg.model.kind, list(cfg.intervention))
+    stale = meta.get("code_hash") != code_hash(cfg)
     if fresh and rundir.read("summary.json", damaged_is_none=True) is None:
         return False
     return bool(meta) and covers(meta["watched"], watched(cfg)) and not (fresh and stale)
@@ -129,7 +129,7 @@ def run_one(cfg: DictConfig, fresh: bool = False, also: Sequence[dict[str, Any]]
     for other in also:
         widen(cfg, other)
     rundir = RunDir(runs_root(cfg), identity)
-    code = code_hash(cfg.model.kind, list(cfg.intervention))
+    code = code_hash(cfg)
     with rundir.claim():
         meta, aside = rundir.read("meta.json", damaged_is_none=fresh), True
         if meta is not None and rundir.done:
@@ -164,12 +164,12 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
     recorder, ended = None, "failed"
     cpu, wall = time.process_time(), time.perf_counter()
     try:
-        tokens = data.load(cfg.data)
+        source = data.load(cfg.data)
         from .build import build  # from here on torch is loaded
         from .trainer import NonFiniteLoss
 
         recorder = Recorder(rundir.path, WandbMirror(rundir.path, cfg.logger) if cfg.logger.name == "wandb" else None)
-        trainer, record = build(cfg, tokens, rundir, recorder)
+        trainer, record = build(cfg, source, rundir, recorder)
         atomic_write(rundir.path / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         write_json(
             rundir.path / "meta.json",
@@ -179,8 +179,8 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
                 "id": rundir.id,
                 "code_hash": code,
                 "data": cfg.data.name,
-                "data_hash": hashes["text"],
-                "tokenizer_hash": hashes["tokenizer"],
+                "data_hash": data.content(hashes),
+                "tokenizer_hash": hashes.get("tokenizer"),
                 "watched": watched(cfg),
                 **{key: cfg[key] for key in ("seed", "experiment", "scale", "arm", "label")},
             },
@@ -207,6 +207,7 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
         else:  # trained to the end, and ended before the summary was written
             recorder.truncate(state["offsets"])
         summary = summarise(rundir.path) | {
+            **{f"data/{name}": value for name, value in record["facts"].items()},
             "id": rundir.id,
             "steps": state["step"],
             "wall_s": state["wall_s"],

@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from .config import ROOT, ConfigError
+from .config import ROOT, SOURCES, ConfigError
 from .recorder import atomic_write, disk
 
 
@@ -160,8 +160,8 @@ class RunDir:
 
 # ------------------------------------------------------------------------------------------------------- provenance
 
-# The modules that decide a run's numbers; those of models and interventions count for the runs that use them.
-NUMERIC = ("trainer", "task", "head", "grad", "seeding", "optim", "build", "data/tokens", "interventions/base")
+# The modules that decide a run's numbers; those of models, data and interventions count for the runs that use them.
+NUMERIC = ("trainer", "task", "head", "grad", "seeding", "optim", "build", "interventions/base")
 
 
 @functools.cache
@@ -169,13 +169,13 @@ def _stripped_file(path: Path) -> str:
     return stripped(path.read_text())
 
 
-def code_hash(model_kind: str, interventions: list[str]) -> str:
-    """Hash of the numeric modules without comments, docstrings and layout: 12 hex digits."""
+def code_hash(cfg: Any) -> str:
+    """Hash of the modules that decide this config's numbers, without comments, docstrings and layout: 12 hex digits."""
     from .interventions import INTERVENTIONS
 
     own = Path(__file__).parent
-    files = [own / f"{name}.py" for name in (*NUMERIC, f"models/{model_kind}")]
-    files += sorted({Path(sys.modules[INTERVENTIONS[i].__module__].__file__ or "") for i in interventions})
+    files = [own / f"{name}.py" for name in (*NUMERIC, f"models/{cfg.model.kind}", f"data/{SOURCES[cfg.data.source]}")]
+    files += sorted({Path(sys.modules[INTERVENTIONS[i].__module__].__file__ or "") for i in cfg.intervention})
     digest = hashlib.sha256()
     for path in files:
         digest.update(_stripped_file(path).encode())

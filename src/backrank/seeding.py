@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-ROLES = ("backbone", "head", "order", "training")
+ROLES = ("backbone", "head", "order", "training", "fresh", "route")
 
 
 def role_seed(seed: int, role: str) -> int:

@@ -107,8 +107,8 @@ class Trainer:
                     )
                 )
                 self.after_step()
-        self.flush()
-        self.finish()
+            self.flush()
+            self.finish()
 
     # ----------------------------------------------------------------------------------- what happens between steps
 
@@ -156,7 +156,7 @@ class Trainer:
             measured = self.evaluate("validation", whole=False)
             self.recorder.metrics(self.step, {f"val/curve_{k}": v for k, v in measured.items()})
         snapshots: dict[int, Any] = {}
-        with frozen_rng():
+        with frozen_rng(), self.task.evaluating():
             for probe in due:
                 size = probe.sequences
                 if size not in snapshots:

@@ -38,6 +38,9 @@ class Tokens:
     bytes_per_token: dict[str, float]
     words: dict[str, int]
 
+    def stream(self, cfg: Any, device: Any) -> TokenStream:
+        return TokenStream(self, cfg, device)
+
 
 def check(data: Any) -> None:
     """Raises ConfigError unless the text of the `Data` node can be read and its tokenizer fits. Encodes nothing."""
@@ -120,6 +123,43 @@ class Windows:
         for index in range(n_batches):
             digest.update(self.rows_at(index).astype("<i8").tobytes())
         return digest.hexdigest()
+
+
+class TokenStream:
+    """Training windows and held-out text as tensors on the device."""
+
+    def __init__(self, tokens: Tokens, cfg: Any, device: Any):
+        from backrank.seeding import role_seed
+
+        self.tokens, self.cfg, self.device, self.facts = tokens, cfg, device, {}
+        self.windows, self._fresh = (
+            Windows(tokens.train, cfg.data.sequence, cfg.train.batch, role_seed(cfg.seed, role))
+            for role in ("order", "fresh")
+        )
+        self.order_hash = self.windows.order_hash
+
+    def to_device(self, batch: Any) -> Any:
+        import torch
+
+        x, y = (torch.from_numpy(a) for a in batch)
+        if self.device.type == "cuda":  # pinned and asynchronous: the step never waits for the copy
+            return x.pin_memory().to(self.device, non_blocking=True), y.pin_memory().to(self.device, non_blocking=True)
+        return x, y
+
+    def batch_at(self, index: int) -> Any:
+        return self.to_device(self.windows.batch_at(index))
+
+    def fresh(self, index: int) -> Any:
+        return self.to_device(self._fresh.batch_at(index))
+
+    def evaluation(self, split: str, whole: bool) -> Iterator[Any]:
+        limit = self.cfg.data.eval_tokens if whole else self.cfg.every.eval_tokens
+        sequence = self.cfg.data.sequence
+        return map(self.to_device, eval_windows(getattr(self.tokens, split), sequence, limit, max(1, 1024 // sequence)))
+
+    def held_out(self, sequences: int) -> Any:
+        sequence = self.cfg.data.sequence
+        return self.to_device(next(eval_windows(self.tokens.validation, sequence, sequences * sequence + 1, sequences)))
 
 
 def eval_windows(

@@ -3,8 +3,10 @@
 set-up   `transform_head`  replace the head before training (the head and its generator in, a head out)
 hidden   `hidden`          a grad_map on the hidden state in front of the head (N x D)
 weight   `weight`          a grad_map on the head's weight where the head uses it (V x D), not on a tied embedding's
+loss     `loss`            a term of value 0 with a gradient of its own, from the states after the blocks `depths`
 update   `before_update`, `after_update`   around the optimiser's step
-`begin_step` comes before the forward passes of a step and may refresh what the maps read.
+`attach` gives it the task and fresh batches once both are there; `begin_step` comes before the forward passes of a
+step and may refresh what the maps read.
 
 A subclass is a dataclass whose fields are its settings. It imports torch inside its methods only, since settings are
 read before torch is loaded. What it declares below is what the tests, the validation and the report read.
@@ -12,8 +14,9 @@ read before torch is loaded. What it declares below is what the tests, the valid
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from omegaconf import DictConfig
 
@@ -22,6 +25,18 @@ from ..plugins import snake
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor, nn
+
+    from ..task import Task
+
+
+class Forward(NamedTuple):
+    """A training forward pass, past all sites. taps: depth -> state after that block (N x D), of every `depths`."""
+
+    hidden_ND: Tensor
+    weight_VD: Tensor
+    targets_N: Tensor
+    denominator: Any  # supervised tokens of the step: number or tensor
+    taps: dict[int, Tensor]
 
 
 @dataclass
@@ -56,6 +71,12 @@ class Intervention:
     def transform_head(self, head: nn.Module, generator: Generator, std: float) -> nn.Module:
         return head
 
+    # blocks whose outputs `loss` reads, counted from 1; the last one's are the hidden states in front of the head
+    depths: ClassVar[tuple[int, ...]] = ()
+
+    def attach(self, task: Task, fresh: Callable[[int], tuple[Tensor, Tensor]], seed: int) -> None:
+        """Before the first step, on the device. fresh(i): the i-th training batch of an order of its own."""
+
     def begin_step(self, step: int, head: nn.Module) -> None:
         pass
 
@@ -64,6 +85,9 @@ class Intervention:
 
     def weight(self, weight_VD: Tensor) -> Tensor:
         return weight_VD
+
+    def loss(self, at: Forward) -> Tensor | None:
+        return None
 
     def before_update(self, head: nn.Module) -> None:
         pass

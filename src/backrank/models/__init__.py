@@ -1,4 +1,8 @@
-"""Backbones: token ids (B, T) in, hidden states (B, T, D) out. One builder a kind, each in a file of its own."""
+"""Backbones: one builder a kind, each in a file of its own.
+
+forward(x, taps=None): token ids (B, T) -> hidden states (B, T, D), or images (B, C, H, W) -> features (B, D). `taps`, a
+dict by depth, gets the states after the blocks it names: 1 is the first block's output, the last block's is the result.
+"""
 
 from __future__ import annotations
 

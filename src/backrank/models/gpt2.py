@@ -23,8 +23,11 @@ class Gpt2(nn.Module):
         )
         enable({"use_reentrant": False})
 
-    def forward(self, x_BT: Tensor) -> Tensor:
-        return self.model(input_ids=x_BT, use_cache=False).last_hidden_state
+    def forward(self, x_BT: Tensor, taps: dict[int, Tensor] | None = None) -> Tensor:
+        out = self.model(input_ids=x_BT, use_cache=False, output_hidden_states=bool(taps))
+        for depth in taps or ():
+            taps[depth] = out.hidden_states[depth] if depth < len(self.model.h) else out.last_hidden_state
+        return out.last_hidden_state
 
 
 def build(model: DictConfig, data: DictConfig) -> nn.Module:
@@ -35,12 +38,13 @@ def build(model: DictConfig, data: DictConfig) -> nn.Module:
         n_embd=model.width,
         n_layer=model.layers,
         n_head=model.heads,
+        n_inner=model.mlp,
         activation_function="gelu_pytorch_tanh",
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation=model.attention or "sdpa",
         bos_token_id=None,
         eos_token_id=None,
     )

@@ -14,7 +14,7 @@ from ..plugins import snake
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..task import LanguageModel
+    from ..task import Task
 
 Measured = tuple[dict[str, float], list[dict[str, Any]]]  # metrics of the step, rows of layers.jsonl
 
@@ -59,7 +59,7 @@ class Snapshot:
     `through_sites` is asked for.
     """
 
-    def __init__(self, task: LanguageModel, batch: Callable[[], tuple[Tensor, Tensor]], step: int):
+    def __init__(self, task: Task, batch: Callable[[], tuple[Tensor, Tensor]], step: int):
         self.task, self.step = task, step
         self.x_BT, self.y_BT = batch()
         self._cache: dict[str, Any] = {}
