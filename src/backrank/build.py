@@ -58,6 +58,8 @@ def build(cfg: DictConfig, source: Any, rundir: RunDir, recorder: Recorder) -> t
     torch.manual_seed(role_seed(cfg.seed, "training"))
     task, hashes = build_task(cfg)
     task.to(device)
+    if cfg.train.channels_last:
+        task.to(memory_format=torch.channels_last)
     stream = source.stream(cfg, device)
     for intervention in task.interventions:
         intervention.attach(task, stream.fresh, role_seed(cfg.seed, "route"))

@@ -75,7 +75,9 @@ class Data:
     eval_tokens: int | None = None
     draws: float | None = None
     size: int | None = None
-    augment: bool | None = None
+    channels: int | None = None
+    target: str | None = None
+    augment: str | None = None
     cache: str = MISSING
 
 
@@ -110,16 +112,21 @@ class Train:
     amp: str = "none"
     compile: str = "none"
     checkpointing: bool = False
+    channels_last: bool | None = None
 
 
 @dataclass
 class Every:
-    """Cadences in steps; none of them changes the training. 0 switches one off; the end is always evaluated."""
+    """Cadences in steps; none of them changes the training. 0 switches one off; the end is always evaluated.
+
+    fit: evaluate the train split too at the end (as much of it as of the others), for the generalisation gap.
+    """
 
     log: int = 50
     eval: int = 100
     eval_tokens: int = 20480
     checkpoint: int = 200
+    fit: bool = False
 
 
 @dataclass
@@ -137,7 +144,8 @@ class Logger:
 class Search:
     """Hyper-parameter search on one seed: several keys of `grids` mean their product.
 
-    `arms` maps a pattern of arm names (`sgd_*`) to {grids: ...} that replace the common ones.
+    `arms` maps a pattern of arm names (`sgd_*`) to {grids: ...} that replace the common ones, or to
+    {follows: <arm>, times: {<key>: <factor>}}: no search, the other arm's choice with these settings multiplied.
     """
 
     seed: int = 1
@@ -178,7 +186,7 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- validation
 
 # source of data -> module of backrank.data that reads it
-SOURCES = {"stdlib": "tokens", "text": "tokens", "hub": "tokens"}
+SOURCES = {"stdlib": "tokens", "text": "tokens", "hub": "tokens", "digits": "images", "images": "images"}
 
 CHOICES = {
     "scale": SCALES,
@@ -189,6 +197,7 @@ CHOICES = {
     "optim.name": ("adamw", "sgd", "muon"),
     "optim.schedule": ("cosine", "constant"),
     "train.loss": ("chunked", "plain", "torch", "liger"),
+    "data.augment": (None, "flip", "crop", "crop_flip"),
     "train.amp": ("none", "bf16"),
     "train.compile": ("none", "aot_eager", "inductor"),
     "logger.name": ("jsonl", "wandb"),

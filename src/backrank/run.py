@@ -26,7 +26,7 @@ from .compose import compose_run, quote_text
 from .config import CONFIGS, ROOT, ConfigError, run_id, validate
 from .mirror import WandbMirror
 from .recorder import Recorder, atomic_write, disk, read_rows
-from .rundir import Held, RunDir, code_hash, provenance, write_json
+from .rundir import Held, RunDir, code_hash, counting, provenance, write_json
 
 log = logging.getLogger("backrank")
 EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
@@ -69,10 +69,13 @@ def covers(have: dict[str, Any], want: dict[str, Any]) -> bool:
     def divides(a: int, b: int) -> bool:
         return b == 0 or (a > 0 and b % a == 0)
 
-    every = all(
-        have["every"][k] == v if k == "eval_tokens" else divides(have["every"][k], v)
-        for k, v in want["every"].items()
-        if k in ("eval", "eval_tokens")
+    every = (
+        all(
+            have["every"][k] == v if k == "eval_tokens" else divides(have["every"][k], v)
+            for k, v in want["every"].items()
+            if k in ("eval", "eval_tokens")
+        )
+        and have["every"].get("fit", False) >= want["every"]["fit"]
     )
     return every and all(
         name in have["probe"]
@@ -88,6 +91,7 @@ def widen(cfg: DictConfig, have: dict[str, Any]) -> None:
     Settings of which a run can have one only (a probe's, but for its cadence) stay as the config has them.
     """
     cfg.every.eval = math.gcd(cfg.every.eval, have["every"]["eval"])
+    cfg.every.fit = cfg.every.fit or have["every"].get("fit", False)
     for name, settings in have["probe"].items():
         if name not in cfg.probe:
             OmegaConf.update(cfg, f"probe.{name}", settings, force_add=True)
@@ -110,12 +114,15 @@ def adopt(cfg: DictConfig, rundir: RunDir) -> None:
 
 
 def is_current(rundir: RunDir, cfg: DictConfig, fresh: bool) -> bool:
-    """Whether a finished run holds what this config asks for; with `fresh` it must also come from the current code."""
+    """Whether a finished run holds what this config asks for.
+
+    With `fresh` it must also come from the current code, or from code that a recheck found to give the same numbers.
+    """
     meta = rundir.read("meta.json", damaged_is_none=fresh) or {}
-    stale = meta.get("code_hash") != code_hash(cfg)
+    stale = fresh and meta.get("code_hash") not in counting(cfg, code_hash(cfg))
     if fresh and rundir.read("summary.json", damaged_is_none=True) is None:
         return False
-    return bool(meta) and covers(meta["watched"], watched(cfg)) and not (fresh and stale)
+    return bool(meta) and covers(meta["watched"], watched(cfg)) and not stale
 
 
 def run_one(cfg: DictConfig, fresh: bool = False, also: Sequence[dict[str, Any]] = ()) -> Outcome:
@@ -261,6 +268,8 @@ def summarise(folder: Path) -> dict[str, Any]:
                 summary[f"{name}@0"] = value
             else:
                 summary[name] = value
+        if "val/curve_accuracy" in row:  # the best of the curve has a name of its own: the last value is the headline
+            summary["val/best_accuracy"] = max(summary.get("val/best_accuracy", 0.0), row["val/curve_accuracy"])
     return summary
 
 

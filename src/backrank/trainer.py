@@ -174,7 +174,8 @@ class Trainer:
                         )
 
     def finish(self) -> None:
-        for split, name in (("validation", "val"), ("test", "test")):
+        splits = {"validation": "val", "test": "test", **({"train": "fit"} if self.every.fit else {})}
+        for split, name in splits.items():
             self.recorder.metrics(self.step, {f"{name}/{k}": v for k, v in self.evaluate(split).items()})
         self.recorder.flush()
 

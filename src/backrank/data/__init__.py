@@ -16,13 +16,15 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from backrank.config import SOURCES
+from backrank.config import SOURCES, ConfigError
 from backrank.data.tokens import Tokens, Windows, eval_windows
 
 __all__ = ["Tokens", "Windows", "check", "content", "content_hash", "eval_windows", "load"]
 
 
 def _source(data: Any) -> Any:
+    if data.source not in SOURCES:
+        raise ConfigError("data.source", data.source, "is not known", f"Use {', '.join(SOURCES)}")
     return importlib.import_module(f"{__name__}.{SOURCES[data.source]}")
 
 

@@ -86,43 +86,50 @@ def load(data: Any) -> Tokens:
     )
 
 
-class Windows:
-    """Training order without state: any micro-batch is a function of its index.
+class Shuffled:
+    """Order without state: the rows of any micro-batch are a function of its index.
 
-    A split is cut into windows of T inputs that do not overlap (the last target of one is the first input of the next);
-    they are shuffled anew each epoch, and what is left of an epoch after its last whole batch is dropped.
+    Rows are shuffled anew each epoch, and what is left of an epoch after its last whole batch is dropped.
     """
 
-    def __init__(self, ids: np.ndarray, sequence: int, batch: int, seed_key: int):
-        """ids (length,); seed_key: a non-negative int. Raises ConfigError for fewer windows than one batch."""
-        self.ids, self.sequence, self.batch, self.seed_key = ids, sequence, batch, seed_key
-        self.windows = max(len(ids) - 1, 0) // sequence
-        self.batches_per_epoch = self.windows // batch
+    def __init__(self, rows: int, batch: int, seed_key: int, unit: str = "images"):
+        """seed_key: a non-negative int. Raises ConfigError for fewer rows than one batch."""
+        self.windows, self.batch, self.seed_key = rows, batch, seed_key
+        self.batches_per_epoch = rows // batch
         if not self.batches_per_epoch:
-            problem = f"the split has {self.windows} windows of {sequence} tokens, fewer than one batch"
-            raise ConfigError("train.batch", batch, problem, "Lower train.batch or data.sequence, or give more text")
+            problem = f"the split has {rows} {unit}, fewer than one batch"
+            raise ConfigError("train.batch", batch, problem, "Lower train.batch or data.sequence, or give more data")
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
     def rows_at(self, index: int) -> np.ndarray:
-        """(B,) int64: the numbers of the windows in the index-th micro-batch since the start."""
+        """(B,) int64: the numbers of the rows in the index-th micro-batch since the start."""
         epoch, at = divmod(index, self.batches_per_epoch)
         if epoch != self._epoch:  # a memo, not a state
             rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(self.seed_key, spawn_key=(epoch,))))
             self._epoch, self._order = epoch, rng.permutation(self.windows)
         return self._order[at * self.batch : (at + 1) * self.batch]
 
+    def order_hash(self, n_batches: int) -> str:
+        """sha256 over the row numbers of the first `n_batches` micro-batches: equal means the same data order."""
+        digest = hashlib.sha256()
+        for index in range(n_batches):
+            digest.update(self.rows_at(index).astype("<i8").tobytes())
+        return digest.hexdigest()
+
+
+class Windows(Shuffled):
+    """Windows of T inputs that do not overlap (the last target of one is the first input of the next), shuffled."""
+
+    def __init__(self, ids: np.ndarray, sequence: int, batch: int, seed_key: int):
+        """ids (length,)."""
+        super().__init__(max(len(ids) - 1, 0) // sequence, batch, seed_key, f"windows of {sequence} tokens")
+        self.ids, self.sequence = ids, sequence
+
     def batch_at(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets of the index-th micro-batch since the start, each (B, T) int64."""
         T = self.sequence
         span = np.asarray(self.ids[self.rows_at(index)[:, None] * T + np.arange(T + 1)], np.int64)
         return np.ascontiguousarray(span[:, :-1]), np.ascontiguousarray(span[:, 1:])
-
-    def order_hash(self, n_batches: int) -> str:
-        """sha256 over the window numbers of the first `n_batches` micro-batches: equal means the same data order."""
-        digest = hashlib.sha256()
-        for index in range(n_batches):
-            digest.update(self.rows_at(index).astype("<i8").tobytes())
-        return digest.hexdigest()
 
 
 class TokenStream:

@@ -30,9 +30,9 @@ class Gpt2(nn.Module):
         return out.last_hidden_state
 
 
-def build(model: DictConfig, data: DictConfig) -> nn.Module:
+def settings(model: DictConfig, data: DictConfig) -> GPT2Config:
     """gelu_pytorch_tanh is GPT-2's own gelu_new as one kernel; there are as many positions as a sequence has."""
-    config = GPT2Config(
+    return GPT2Config(
         vocab_size=data.vocab_size,
         n_positions=data.sequence,
         n_embd=model.width,
@@ -48,4 +48,7 @@ def build(model: DictConfig, data: DictConfig) -> nn.Module:
         bos_token_id=None,
         eos_token_id=None,
     )
-    return Gpt2(config)
+
+
+def build(model: DictConfig, data: DictConfig) -> nn.Module:
+    return Gpt2(settings(model, data))

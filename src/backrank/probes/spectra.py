@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +26,23 @@ def layer_rows(matrices: dict[str, dict[str, Tensor]], kind: str) -> Measured:
 
 
 def parts(task: Any) -> dict[str, dict[str, Tensor]]:
-    """Every matrix of the model by part: block (the papers' layer list), and apart from it embeddings and head."""
+    """Every matrix of the model by part: block (the papers' layer list), and apart from it the others.
+
+    The list is all matrices between embedding and head; a backbone may narrow it (`counted`, a pattern of names) or
+    add the head (`counts_head`).
+    """
     from torch.nn import Parameter
 
     from ..spectra import block_matrices, other_matrices
 
-    named = {"block": block_matrices(task), "other": other_matrices(task)}
+    block, other = block_matrices(task), other_matrices(task)
     if not isinstance(task.head.weight, Parameter):  # a product's own spectrum, beside those of its factors
-        named["other"] = {**named["other"], "head.weight": task.head.weight.detach()}
-    return named
+        other["head.weight"] = task.head.weight.detach()
+    if pattern := getattr(task.backbone, "counted", None):
+        other |= {name: block.pop(name) for name in list(block) if not re.search(pattern, name)}
+    if getattr(task.backbone, "counts_head", False):
+        block["head.weight"] = other.pop("head.weight")
+    return {"block": block, "other": other}
 
 
 @dataclass
