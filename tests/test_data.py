@@ -312,7 +312,7 @@ def broken(case: str, node, folder: Path, tmp_path: Path) -> tuple[Data, str, st
     if case == "no hub id":
         return node(source="hub", root=str(empty)), "data.hub_id", f"{empty / 'corpus'}, {empty}"
     if case == "source":
-        return node(source="ftp"), "data.source", "Use stdlib, text or hub"
+        return node(source="ftp"), "data.source", "Use stdlib, text, hub"
     if case == "tokenizer":
         return node(tokenizer="wordpiece"), "data.tokenizer", "Use bytes, bpe or the path"
     if case == "bad tokenizer":

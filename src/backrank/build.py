@@ -72,6 +72,10 @@ def build(cfg: DictConfig, source: Any, rundir: RunDir, recorder: Recorder) -> t
     def snapshot(step: int, sequences: int) -> Snapshot:
         return Snapshot(task, lambda: stream.held_out(sequences), step)
 
+    probes = [make(PROBES[name], node) for name, node in cfg.probe.items()]
+    for probe in probes:
+        probe.prepare(cfg, task)
+
     autocast = partial(torch.autocast, device.type, torch.bfloat16) if cfg.train.amp == "bf16" else nullcontext
     if cfg.train.checkpointing:
         task.backbone.checkpoint_activations()
@@ -85,7 +89,7 @@ def build(cfg: DictConfig, source: Any, rundir: RunDir, recorder: Recorder) -> t
         batch_at=stream.batch_at,
         evaluate=evaluate,
         snapshot=snapshot,
-        probes=[make(PROBES[name], node) for name, node in cfg.probe.items()],
+        probes=probes,
         recorder=recorder,
         save=rundir.save,
         steps=cfg.train.steps,

@@ -27,6 +27,7 @@ from .config import CONFIGS, ROOT, ConfigError, run_id, validate
 from .mirror import WandbMirror
 from .recorder import Recorder, atomic_write, disk, read_rows
 from .rundir import Held, RunDir, code_hash, counting, provenance, write_json
+from .studies import measure
 
 log = logging.getLogger("backrank")
 EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
@@ -172,11 +173,14 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
     cpu, wall = time.process_time(), time.perf_counter()
     try:
         source = data.load(cfg.data)
-        from .build import build  # from here on torch is loaded
-        from .trainer import NonFiniteLoss
-
         recorder = Recorder(rundir.path, WandbMirror(rundir.path, cfg.logger) if cfg.logger.name == "wandb" else None)
-        trainer, record = build(cfg, source, rundir, recorder)
+        if cfg.study:
+            measured = measure(cfg, source, runs_root(cfg))
+            trainer, record = None, {"device": "cpu", "parents": measured.parents, "facts": {}}
+        else:
+            from .build import build  # from here on torch is loaded
+
+            trainer, record = build(cfg, source, rundir, recorder)
         atomic_write(rundir.path / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         write_json(
             rundir.path / "meta.json",
@@ -193,8 +197,14 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
             },
         )
         made = False
-        state = rundir.load()
-        if state is None or "optimiser" in state:
+        state = rundir.load() if trainer else {}
+        if trainer is None:
+            recorder.truncate({})
+            recorder.metrics(1, measured.metrics)
+            recorder.layers(1, measured.rows)
+            recorder.flush()
+            state = {"step": 1, "wall_s": time.perf_counter() - wall, "core_s": time.process_time() - cpu}
+        elif state is None or "optimiser" in state:
             if state is None:
                 recorder.truncate({})
             else:
@@ -221,7 +231,9 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
             "core_s": state["core_s"],
         }
         for name in ("val/loss", "test/loss"):
-            if summary[name] is None:  # the last update did it
+            if trainer and summary[name] is None:  # the last update did it
+                from .trainer import NonFiniteLoss
+
                 raise NonFiniteLoss(f"{name} is not finite at step {state['step']}: lower optim.lr")
         write_json(rundir.path / "summary.json", summary)
         (rundir.path / "failed.json").unlink(missing_ok=True)

@@ -7,6 +7,7 @@ summary.json: a folder with a summary is done. failed.json tells why a run stopp
 from __future__ import annotations
 
 import ast
+import csv
 import fcntl
 import functools
 import hashlib
@@ -160,6 +161,8 @@ class RunDir:
 
 # ------------------------------------------------------------------------------------------------------- provenance
 
+RESULTS = ROOT / "results"
+
 # The modules that decide a run's numbers; those of models, data and interventions count for the runs that use them.
 NUMERIC = ("trainer", "task", "head", "grad", "seeding", "optim", "build", "interventions/base")
 
@@ -175,11 +178,36 @@ def code_hash(cfg: Any) -> str:
 
     own = Path(__file__).parent
     files = [own / f"{name}.py" for name in (*NUMERIC, f"models/{cfg.model.kind}", f"data/{SOURCES[cfg.data.source]}")]
+    files += [own / f"studies/{cfg.study}.py"] if cfg.study else []
     files += sorted({Path(sys.modules[INTERVENTIONS[i].__module__].__file__ or "") for i in cfg.intervention})
     digest = hashlib.sha256()
     for path in files:
         digest.update(_stripped_file(path).encode())
     return digest.hexdigest()[:12]
+
+
+def same_code(folder: Path, experiment: str, arm: str, code: str) -> set[str]:
+    """Hashes of the code that gives an arm the numbers that `code` gives it, itself included.
+
+    These are the ones that `same` rows of the folder's same_code.csv (which a recheck writes) connect with it.
+    """
+    try:
+        rows = list(csv.DictReader((folder / "same_code.csv").read_text().splitlines()))
+    except FileNotFoundError:
+        rows = []
+    arms = (row for row in rows if (row["experiment"], row["arm"], row["verdict"]) == (experiment, arm, "same"))
+    pairs, found = [{row["old"], row["new"]} for row in arms], {code}
+    while more := set().union(*(pair for pair in pairs if pair & found)) - found:
+        found |= more
+    return found
+
+
+def counting(cfg: Any, code: str) -> set[str]:
+    """`same_code` of the experiment and arm of a config."""
+    if not cfg.experiment or not cfg.arm:
+        return {code}
+    paper, name = cfg.experiment.split("/")
+    return same_code(Path(os.environ.get("RESULTS") or RESULTS) / paper / cfg.scale, name, cfg.arm, code)
 
 
 def stripped(source: str) -> str:

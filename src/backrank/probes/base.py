@@ -45,6 +45,9 @@ class Probe:
                     f"Use {least} or more" + (" (0: start and end only)" if key == "every" else ""),
                 )
 
+    def prepare(self, cfg: DictConfig, task: Task) -> None:
+        """Before the first step: what a probe has to know of the config and of the initial weights."""
+
     def due(self, step: int, steps: int) -> bool:
         return step in (0, steps) or (self.every > 0 and step % self.every == 0)
 
