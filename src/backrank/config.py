@@ -165,6 +165,8 @@ class Plan:
 
 @dataclass
 class Config:
+    """A run. study: what is done instead of training, the name of a file in studies/ (null: training)."""
+
     scale: str = "laptop"
     experiment: str | None = None
     arm: str | None = None
@@ -172,6 +174,7 @@ class Config:
     seed: int = 1
     device: str = "auto"
     runs: str = MISSING
+    study: str | None = None
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
@@ -192,6 +195,7 @@ CHOICES = {
     "scale": SCALES,
     "device": ("auto", "cpu", "cuda"),
     "model.kind": tuple(sorted(p.stem for p in (Path(__file__).parent / "models").glob("[a-z]*.py"))),
+    "study": (None, *sorted(p.stem for p in (Path(__file__).parent / "studies").glob("[a-z]*.py"))),
     "model.attention": (None, "sdpa", "eager"),
     "data.source": tuple(SOURCES),
     "optim.name": ("adamw", "sgd", "muon"),
@@ -365,6 +369,8 @@ def canonical(cfg: DictConfig, data_hash: dict[str, str]) -> dict[str, Any]:
     for key in NOT_IDENTITY_DATA:
         plain["data"].pop(key)
     # a setting that is null is one that the run does not have: a schema may grow without renaming every run
+    if plain["study"] is None:
+        plain.pop("study")
     for group in ("model", "data", "optim", "train"):
         plain[group] = {key: value for key, value in plain[group].items() if value is not None}
     plain["data"]["content"] = dict(data_hash)
