@@ -1,7 +1,7 @@
 # Every target does its own set-up in .venv. Variables travel as environment, so no value needs quoting:
 #   SCALE=smoke|laptop|cpu|paper  ONLY=<experiment,...>  SEEDS=0,1,2  JOBS=<workers>  DATA=<folder>  RUNS=<folder>
 #   LOGGER=jsonl|wandb  DEVICE=auto|cpu|cuda  REUSE=1 (committed rows count as done)  FORCE=1 (let a report shrink)
-#   FRESH=1 (rerun what older code made)  RESULTS=<folder>
+#   FRESH=1 (rerun stale runs)  RESULTS=<folder>
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -48,6 +48,9 @@ plan-%: $(VENV)/installed  ## What that would run: runs done and left, hours, di
 
 report-%: $(VENV)/installed  ## The report alone, from the runs that are there
 	$(RUN) -m backrank.reproduce report $*
+
+recheck-%: $(VENV)/installed  ## One run of each stale arm again: do the committed rows count under the current code?
+	$(RUN) -m backrank.reproduce recheck $*
 
 readme: $(VENV)/installed  ## Write the README's verdicts from the committed claims
 	$(RUN) -m backrank.analysis.readme

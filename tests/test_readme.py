@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from backrank.analysis.claims import judge, load_claims
 from backrank.analysis.readme import block, counts, rewritten
+from backrank.analysis.report import load
 from backrank.analysis.runs import read_table
 from backrank.config import ROOT
 from backrank.rundir import git
@@ -68,8 +68,13 @@ COMMITTED = sorted(p.parent for p in (ROOT / "results").glob("*/*/claims.csv") i
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda p: f"{p.parent.name}-{p.name}")
 def test_committed_claims_follow_from_the_committed_rows(folder):
     paper = folder.parent.name
-    claims = load_claims(ROOT / "experiments" / paper / "claims.yaml", ROOT / "experiments" / "published.csv")
-    judged = judge(claims, read_table(folder / "runs.csv"), folder.name).set_index("id")
+    results = load(paper, folder.name, folder)
+    judged = results.verdicts.set_index("id")
     written = read_table(folder / "claims.csv").set_index("id")
     assert written["verdict"].to_dict() == judged["verdict"].to_dict(), f"run `make report-{paper}`"
-    assert written["ours"].to_numpy() == pytest.approx(judged["ours"].to_numpy(float), rel=1e-9, nan_ok=True)
+    # what is derived by a library's fit may differ a little between its versions
+    derived = judged["experiment"].map(lambda name: "unit" in results.claims.experiments.get(name, {}))
+    for rows, tolerance in ((~derived, {"rel": 1e-9}), (derived, {"abs": 0.1})):
+        assert written["ours"][rows].to_numpy() == pytest.approx(
+            judged["ours"][rows].to_numpy(float), nan_ok=True, **tolerance
+        )

@@ -82,7 +82,7 @@ def test_report_names_what_a_reader_must_know(whole):
     assert "older code (stale): byte_heads/ordinary seed 4 (`bordinary4`)" in text
     assert "Failed runs: none" in text
     assert "edge of their grid: byte_heads/backward_r4 optim.lr = 0.01" in text
-    assert "not run: byte_bases, spamlang, auxiliary_routes, predictive, width_and_vocab" in text
+    assert "not run: byte_bases, spamlang, auxiliary_routes, predictive, predictive_study, width_and_vocab" in text
     assert "0.02: diverged" in text and "This is the largest scale" in text
     assert not list(whole.glob(".report-*"))
 
@@ -101,7 +101,7 @@ def test_claims_csv_and_arms_table(whole):
     assert claims.loc["byte.backward_r16.delta", "verdict"] == "reproduced"
     assert claims.loc["byte.pairs_same_sign", ["ours", "n", "ours_paper_n"]].tolist() == [24, 24, 15]
     assert claims.loc["mechanism.rotation.sgd_projected", "verdict"] == "by construction"
-    assert claims.loc["routes.adaptive", "verdict"] == "not run"
+    assert claims.loc["routes.adaptive_oja", "verdict"] == "not run"
     assert claims.loc["subword.params", "verdict"] == "reproduced"
     arms = pd.read_csv(whole / "tables/byte_heads_val_loss.csv").set_index("arm")
     runs = pd.read_csv(whole / "runs.csv").query("experiment == 'byte_heads'").pivot(

@@ -21,6 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
+# data.draws, data.vocab_size, sequences a step -> the steps of one pass, which `validate` checks
+OmegaConf.register_new_resolver("one_pass", lambda draws, v, size: round((draws or 0) * v / size), replace=True)
 SCALES = ("smoke", "laptop", "cpu", "paper")
 
 
@@ -59,6 +61,9 @@ class Data:
     `hub` (a `datasets` data set: a local parquet folder `<root>/<name>` or `<root>` itself first, the hub otherwise).
     tokenizer: `bytes`, `bpe` (byte-level BPE of `vocab_size` trained on the train split, cached by content), or the
     path of a tokenizer.json. Evaluation reads the first `eval_tokens` ids of a split (null: all).
+
+    `spamlang` and `shift` are generated (data/symbols.py). target: of SpamLang, `permutation` or `next`. draws: mean
+    number of SpamLang sequences a symbol gets, from which `${one_pass:...}` makes train.steps (null: as steps give).
     """
 
     name: str = MISSING
@@ -189,7 +194,15 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- validation
 
 # source of data -> module of backrank.data that reads it
-SOURCES = {"stdlib": "tokens", "text": "tokens", "hub": "tokens", "digits": "images", "images": "images"}
+SOURCES = {
+    "stdlib": "tokens",
+    "text": "tokens",
+    "hub": "tokens",
+    "digits": "images",
+    "images": "images",
+    "spamlang": "symbols",
+    "shift": "symbols",
+}
 
 CHOICES = {
     "scale": SCALES,
@@ -334,6 +347,18 @@ def validate(cfg: DictConfig) -> None:
             f"is less than one sequence (data.sequence={cfg.data.sequence})",
             "Raise it, or null for all",
         )
+    if cfg.data.draws is not None:
+        draws, symbols, size = cfg.data.draws, cfg.data.vocab_size, cfg.train.batch * cfg.train.accumulate
+        steps = draws * symbols / size
+        if cfg.train.steps != steps:
+            raise ConfigError(
+                "train.steps",
+                cfg.train.steps,
+                f"is not the one pass of data.draws={draws:g} for each of {symbols} symbols, {size} sequences a step",
+                f"Set train.steps={steps:.0f}"
+                if steps >= 1 and steps % 1 == 0
+                else f"Make data.draws a multiple of {size / symbols:g}",
+            )
     from .interventions import INTERVENTIONS
     from .probes import PROBES
 
@@ -358,7 +383,7 @@ def make(cls: type, node: Any) -> Any:
 
 # Where a run is kept, what watches it and what it is called do not change its numbers.
 NOT_IDENTITY = ("scale", "experiment", "arm", "label", "runs", "device", "every", "probe", "logger", "plan")
-NOT_IDENTITY_DATA = ("name", "path", "root", "hub_id", "hub_config", "source", "column", "cache", "tokenizer")
+NOT_IDENTITY_DATA = ("name", "path", "root", "hub_id", "hub_config", "source", "part", "column", "cache", "tokenizer")
 
 
 def canonical(cfg: DictConfig, data_hash: dict[str, str]) -> dict[str, Any]:

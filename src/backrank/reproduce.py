@@ -1,9 +1,9 @@
 """Whole papers: plan, run, collect, report. What the Makefile's targets and -m call; imports no torch.
 
-    python -m backrank.reproduce run|plan|status|report <paper> [<paper> ...]
+    python -m backrank.reproduce run|plan|status|report|recheck <paper> [<paper> ...]
 
 Settings come from the environment, so that no value needs quoting: SCALE, ONLY (experiments), SEEDS, JOBS, DEVICE,
-LOGGER, REUSE=1 (committed rows count as done), FRESH=1 (rerun what older code made), FORCE=1 (a report of fewer runs),
+LOGGER, REUSE=1 (committed rows count as done), FRESH=1 (rerun stale runs), FORCE=1 (a report of fewer runs),
 RESULTS (folder of the committed rows and reports).
 BACKRANK_DATA and BACKRANK_RUNS are read by the configs.
 """
@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from . import data
-from .config import CONFIGS, ROOT, SCALES, ConfigError, nearest
+from .config import CONFIGS, SCALES, ConfigError, nearest
 from .plan import Study, experiments
-from .rundir import RunDir, git
+from .rundir import RESULTS, RunDir, git
 from .sweep import Sweep, default_workers
 
-RESULTS = ROOT / "results"
 PAPERS = tuple(sorted(p.name for p in (CONFIGS / "experiment").iterdir()))
 
 
@@ -129,7 +128,7 @@ def run(paper: str, settings: Settings) -> int:
             last[0] = time.time()
 
     collect(studies, runs_root(studies), folder, settings.force)  # refuses now rather than after hours
-    committed = committed_losses(folder) if settings.reuse else {}
+    committed = committed_losses(folder, settings.fresh) if settings.reuse else {}
     code = execute(studies, committed=committed, after_each=collect_now_and_then)
     collect(studies, runs_root(studies), folder, settings.force)
     if code != 130 and (folder / "runs.csv").exists():
@@ -162,6 +161,13 @@ def report(paper: str, settings: Settings, studies: Sequence[Study] | None = Non
     print(f"report: {path}")
     print(verdicts(folder))
     return 0
+
+
+def recheck(paper: str, settings: Settings) -> int:
+    from .recheck import recheck as check
+
+    code = check(paper, settings)
+    return max(code, report(paper, settings)) if code != 130 else code
 
 
 def committed_data(path: str) -> dict[str, str]:
@@ -294,13 +300,13 @@ def is_fresh(rundir: RunDir, study: Study, arm: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
-    commands = {"run": run, "plan": plan, "report": report}
+    commands = {"run": run, "plan": plan, "report": report, "recheck": recheck}
     if not argv or argv[0] not in (*commands, "status"):
         print(__doc__, file=sys.stderr)
         return 2
     command, papers = argv[0], [p.replace("-", "_") for p in argv[1:]]
     papers = papers or list(PAPERS)
-    if command != "run":  # looking never fetches
+    if command not in ("run", "recheck"):  # looking never fetches
         os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         settings = Settings()

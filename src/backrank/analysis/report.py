@@ -6,8 +6,11 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -16,6 +19,7 @@ from ..recorder import atomic_write
 from . import claims as claims_module
 from . import figures, tables
 from .claims import ClaimSet
+from .runs import read_table
 
 
 class ReportError(RuntimeError):
@@ -24,15 +28,18 @@ class ReportError(RuntimeError):
 
 @dataclass
 class Results:
-    """What a paper's figures may read: finished final runs, layer rows, search rows, claims and their verdicts."""
+    """What a paper's figures and studies may read: every row of runs.csv in `table`, finished final runs in `runs` and,
+    after them, derived rows; the other tables; claims and, once judged, their verdicts."""
 
     paper: str
     scale: str
+    table: pd.DataFrame
     runs: pd.DataFrame
     layers: pd.DataFrame
     search: pd.DataFrame
+    features: pd.DataFrame
     claims: ClaimSet
-    verdicts: pd.DataFrame
+    verdicts: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     def values(self, experiment: str, arm: str, metric: str = "val_loss") -> pd.Series:
         """The metric by seed. Raises figures.Missing where no run has it."""
@@ -45,10 +52,11 @@ class Results:
     def caption(self, experiments) -> str:
         """Scale, data, n and where the run ids are, for every table and figure."""
         rows = self.runs[self.runs["experiment"].isin(list(experiments))]
+        units = dict.fromkeys(self.claims.experiments.get(e, {}).get("unit", "seeds") for e in experiments)
         seeds = rows.groupby(["experiment", "arm"])["seed"].nunique()
         n = "0" if seeds.empty else f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()}-{seeds.max()}"
         data = ", ".join(sorted(set(rows["data"].astype(str))))
-        return f"scale {self.scale}; data {data}; n = {n} seeds an arm; run ids in runs.csv"
+        return f"scale {self.scale}; data {data}; n = {n} {' or '.join(units)} an arm; run ids in runs.csv"
 
 
 def report(
@@ -71,27 +79,22 @@ def report(
     out = Path(results_root) / paper / scale
     if not (out / "runs.csv").exists():
         raise ReportError(f"{out / 'runs.csv'} is not there: no run has finished yet")
-    runs = pd.read_csv(out / "runs.csv", dtype={"id": str, "data": str, "data_hash": str})
-    done = runs[runs["status"] == "done"]
-    count, before = done["id"].nunique(), _count(out / "report.md")
+    count, before = _finished(read_table(out / "runs.csv"))["id"].nunique(), _count(out / "report.md")
     if count < before and not force:
         raise ReportError(
             f"{out / 'report.md'} counts {before} runs and this one only {count}: kept as it is. "
             "FORCE=1 (force=True) replaces it."
         )
-    claims = claims_module.load_claims(experiments_root / paper / "claims.yaml", experiments_root / "published.csv")
-    verdicts = claims_module.judge(claims, runs, scale, planned)
-    layers = pd.read_parquet(out / "layers.parquet") if (out / "layers.parquet").exists() else pd.DataFrame()
-    search = pd.read_csv(out / "search.csv") if (out / "search.csv").exists() else pd.DataFrame()
-    results = Results(paper, scale, done[done["stage"] == "final"], layers, search, claims, verdicts)
+    results = load(paper, scale, out, planned=planned, experiments_root=experiments_root)
+    module = _module(experiments_root / paper / "report.py")
     with tempfile.TemporaryDirectory(dir=out, prefix=".report-") as aside:
         stage = Path(aside)
         for name in ("tables", "figures"):
             (stage / name).mkdir()
-        body = _experiments(results, stage) + _figures(results, stage, experiments_root / paper / "report.py")
-        head = _head(results, runs, planned, committed_data or {})
+        body = _experiments(results, stage) + _figures(results, stage, getattr(module, "FIGURES", {}))
+        head = _head(results, planned, committed_data or {})
         front = f"---\npaper: {paper}\nscale: {scale}\nruns: {count}\n---\n\n"
-        atomic_write(stage / "claims.csv", verdicts.to_csv(index=False))
+        atomic_write(stage / "claims.csv", results.verdicts.to_csv(index=False))
         text = front + "\n".join([*head, *_claims(results, stage), *body, *_larger(paper, scale)])
         atomic_write(stage / "report.md", text)
         for name in ("tables", "figures"):
@@ -101,17 +104,42 @@ def report(
     return out / "report.md"
 
 
+def load(
+    paper: str,
+    scale: str,
+    folder: Path,
+    *,
+    planned: dict[str, dict[str, list[int]]] | None = None,
+    experiments_root: Path = ROOT / "experiments",
+) -> Results:
+    """The tables in `folder`, what the paper derives from them, and every claim judged on both."""
+    names = ("runs.csv", "layers.parquet", "search.csv", "features.csv")
+    runs, layers, search, features = (read_table(folder / name) for name in names)
+    claims = claims_module.load_claims(experiments_root / paper / "claims.yaml", experiments_root / "published.csv")
+    done = _finished(runs)
+    results = Results(paper, scale, runs, done[done["stage"] == "final"], layers, search, features, claims)
+    derived = _derived(results, getattr(_module(experiments_root / paper / "report.py"), "DERIVED", {}))
+    results.runs = pd.concat([results.runs, *derived], ignore_index=True)
+    results.verdicts = claims_module.judge(claims, pd.concat([runs, *derived], ignore_index=True), scale, planned)
+    return results
+
+
+def _finished(runs: pd.DataFrame) -> pd.DataFrame:
+    return runs[runs["status"] == "done"]
+
+
 def _count(path: Path) -> int:
     """Runs that an existing report counts; 0 without one."""
     lines = path.read_text().split("---")[1].splitlines() if path.exists() else []
     return next((int(line.split(":")[1]) for line in lines if line.startswith("runs:")), 0)
 
 
-def _head(r: Results, runs: pd.DataFrame, planned, committed: dict[str, str]) -> list[str]:
-    once = runs[runs["status"] == "done"].drop_duplicates("id")
+def _head(r: Results, planned, committed: dict[str, str]) -> list[str]:
+    done = _finished(r.table)
+    once = done.drop_duplicates("id")
     hours = (once["core_s"] if "core_s" in once else once["wall_s"] * once["threads"]).sum() / 3600
     data = sorted(set(zip(once["data"].fillna("?"), once["data_hash"].fillna("?"), strict=True)))
-    seeds = sorted(set(r.runs["seed"]))
+    seeds = sorted(set(done[done["stage"] == "final"]["seed"]))
     lines = [
         f"# {r.paper} at the {r.scale} scale\n",
         f"- {len(once)} runs, {hours:.2g} core hours; seeds {_ranges(seeds)}; {_kinds(once)}.",
@@ -121,12 +149,15 @@ def _head(r: Results, runs: pd.DataFrame, planned, committed: dict[str, str]) ->
         if committed.get(name, digest) != digest:
             lines.append(f"- **Other data**: {name} has hash {digest}, the committed results have "
                          f"{committed[name]}.")  # fmt: skip
-    failed = runs[runs["status"] == "failed"].drop_duplicates("id")
-    stale = once[once["stale"].astype(bool)]
+    failed = r.table[r.table["status"] == "failed"].drop_duplicates("id")
+    stale = done[done["stale"].astype(bool)].drop_duplicates("id")
     edges = r.search[r.search["edge"].astype(bool)] if len(r.search) else r.search
     for what, rows in (("Runs of older code (stale)", stale), ("Failed runs", failed)):
         names = [f"{x['experiment']}/{x['arm']} seed {x['seed']} (`{x['id']}`)" for x in rows.to_dict("records")]
         lines.append(f"- {what}: {', '.join(names) or 'none'}.")
+    if n := done.loc[done["rechecked"].eq(True), "id"].nunique() if "rechecked" in done else 0:
+        lines.append(f"- {n} runs of older code count by recheck: one run of their arm, trained again under newer "
+                     "code, gave every final metric to the last bit ([same_code.csv](same_code.csv)).")  # fmt: skip
     names = [f"{x['experiment']}/{x['arm']} {x['key']} = {x['choice']}" for x in edges.to_dict("records")]
     lines.append(f"- Choices on the edge of their grid: {', '.join(names) or 'none'}.")
     have = set(r.runs["experiment"])
@@ -178,6 +209,11 @@ def _experiments(r: Results, stage: Path) -> list[str]:
         if rows.empty:
             continue
         lines.append(f"## {block['title']}\n")
+        if "unit" in block:
+            caption = f"{block['caption']}; mean [95 % CI] over {block['unit']}; {r.caption([experiment])}"
+            table = tables.means(rows, block["metrics"])
+            lines.append(tables.write(stage / "tables", experiment, table, tables.show_means(table), caption))
+            continue
         for metric in block.get("metrics", ["val_loss"]):
             table = tables.arms(rows, experiment, r.claims, metric)
             if len(table):
@@ -196,15 +232,40 @@ def _experiments(r: Results, stage: Path) -> list[str]:
     return lines
 
 
-def _figures(r: Results, stage: Path, path: Path) -> list[str]:
-    """The paper's own figures: FIGURES in its report.py, name -> (draw, experiments, caption)."""
+def _module(path: Path) -> Any:
+    """The paper's own report.py: FIGURES, name -> (draw, experiments, caption), and DERIVED; None without one."""
     if not path.exists():
-        return []
-    spec = importlib.util.spec_from_file_location(f"report_{r.paper}", path)
+        return None
+    spec = importlib.util.spec_from_file_location(f"report_{path.parent.name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def _derived(r: Results, functions: dict[str, Callable[[Results], pd.DataFrame]]) -> list[pd.DataFrame]:
+    """Rows that are computed from runs instead of trained, for each experiment name of DERIVED that has what it needs.
+
+    A function returns arm, seed (the number of the unit: what is left out, drawn or split), id (the runs that a row
+    rests on, separated by blanks) and metrics, or raises figures.Missing. The rows are judged and shown as those of
+    runs are; they are none: they stand in no file, and are not counted.
+    """
+    found = []
+    for experiment, function in functions.items():
+        with suppress(figures.Missing):
+            table = function(r)
+            used = [r.runs[r.runs["id"].isin(ids.split())] for ids in table["id"]]
+            whole = pd.concat(used)
+            shared = {"paper": r.paper, "experiment": experiment, "scale": r.scale, "stage": "final", "status": "done"}
+            shared |= {key: ", ".join(sorted(set(whole[key].astype(str)))) for key in ("data", "data_hash")}
+            found.append(table.assign(**shared, stale=[bool(rows["stale"].any()) for rows in used]))
+    return found
+
+
+def _figures(r: Results, stage: Path, drawn: dict[str, Any]) -> list[str]:
+    if not drawn:
+        return []
     lines = ["## Figures\n"]
-    for name, (draw, experiments, caption) in module.FIGURES.items():
+    for name, (draw, experiments, caption) in drawn.items():
         footer = r.caption(experiments)
         try:
             figures.save(lambda draw=draw: draw(r), stage / "figures" / name, footer)

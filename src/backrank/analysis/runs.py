@@ -1,8 +1,12 @@
-"""Run folders -> committed rows: runs.csv, layers.parquet and search.csv of a paper and scale. Imports no torch."""
+"""Run folders -> committed rows: runs.csv, layers.parquet, features.csv and search.csv of a paper and scale.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from .. import data
 from ..config import ConfigError
 from ..recorder import atomic_write, read_rows
-from ..rundir import RunDir, code_hash
+from ..rundir import RunDir, code_hash, same_code
 
 if TYPE_CHECKING:
     from ..plan import Job, Study
@@ -59,7 +64,7 @@ def row_of(job: Job, rundir: RunDir, study: Study) -> dict[str, Any] | None:
         "data_hash": meta.get("data_hash"),
         "tokenizer_hash": meta.get("tokenizer_hash"),
         "code_hash": meta.get("code_hash"),
-        "stale": meta.get("code_hash") != current_code(study, job.arm),
+        "stale": False,  # `marked` says
         "device": meta.get("device"),
         "threads": meta.get("threads"),
         "torch": meta.get("versions", {}).get("torch"),
@@ -70,9 +75,46 @@ def row_of(job: Job, rundir: RunDir, study: Study) -> dict[str, Any] | None:
         "init_hash": meta.get("init_hash", {}).get("backbone", "")[:12],
     }
     for key, value in (summary or {}).items():
-        row[key.replace("val/", "val_").replace("test/", "test_").replace("train/", "train_")] = value
+        row[column(key)] = value
     row.setdefault("val_loss_active", row.get("val_loss"))  # a head without further classes has only active ones
     return row
+
+
+def column(metric: str) -> str:
+    """Where runs.csv has a metric of summary.json."""
+    return metric.replace("val/", "val_").replace("test/", "test_").replace("train/", "train_")
+
+
+def feature_rows(row: dict[str, Any], rundir: RunDir, study: Study) -> list[dict[str, Any]]:
+    """Rows of features.csv: settings, loss now, next and at the end, and features of each checkpoint of a finished run.
+
+    A checkpoint is a step, the initial one apart, with both a validation loss and the probe head_features; the last one
+    has the final loss and no next. rank is the width, vocab the tokenizer's, unless an intervention sets another.
+    """
+    cfg = study.config(row["arm"])[0]
+    if "head_features" not in cfg.probe:
+        return []
+    own = dict(cfg.intervention)
+    classes = own.pop("vocab_expansion", {"size": cfg.data.vocab_size})["size"]
+    condition = {key: row[key] for key in ("id", "experiment", "arm", "seed", "data", "lr")} | {
+        "method": "+".join(own) or "ordinary",
+        "width": cfg.model.width,
+        "vocab": classes,
+        "rank": next((settings.rank for settings in own.values() if "rank" in settings), cfg.model.width),
+    }
+    steps: dict[int, dict[str, Any]] = {}
+    for metrics in read_rows(rundir.path / "metrics.jsonl", finished=True):
+        steps.setdefault(metrics["step"], {}).update(metrics)
+    rows = []
+    for step, metrics in sorted(steps.items()):
+        features = {k.removeprefix("features/"): v for k, v in metrics.items() if k.startswith("features/")}
+        loss = metrics.get("val/curve_loss", metrics.get("val/loss"))
+        if features and loss is not None:
+            at = {"step": step, "progress": step / row["steps"], "loss": loss, "next_loss": None}
+            rows.append({**condition, **at, "final_loss": row["val_loss"], **features})
+    for now, after in itertools.pairwise(rows):
+        now["next_loss"] = after["loss"]
+    return rows
 
 
 def collect(studies: Sequence[Study], root: Path, folder: Path, force: bool = False) -> None:
@@ -83,7 +125,7 @@ def collect(studies: Sequence[Study], root: Path, folder: Path, force: bool = Fa
     """
     from ..sweep import Sweep
 
-    rows, layers, searches = [], [], []
+    rows, layers, features, searches = [], [], [], []
     for study in studies:
         progress = Sweep([study], root, committed=committed_losses(folder)).progress()[0]
         for job in progress.jobs:
@@ -99,6 +141,7 @@ def collect(studies: Sequence[Study], root: Path, folder: Path, force: bool = Fa
                             **{c: layer.get(c) for c in LAYER_COLUMNS},
                         }
                     )
+                features += feature_rows(row, rundir, study)
         for c in progress.choices:
             for key in c.best:
                 searches.append(
@@ -112,14 +155,19 @@ def collect(studies: Sequence[Study], root: Path, folder: Path, force: bool = Fa
                         "losses": json.dumps(finite(c.losses)),
                         "test_losses": json.dumps(finite(c.test_losses)),
                         "choice": c.best[key],
-                        "edge": c.edge,
+                        "edge": key in c.edges,
                         "extended": c.extended,
                         "runs": json.dumps(c.runs),
                     }
                 )
-    planned = {s.name.split("/")[-1]: (s.config(s.arms[0])[1]["text"], len(s.arms) * len(s.seeds)) for s in studies}
+    planned = {
+        s.name.split("/")[-1]: ({data.content(s.config(arm)[1]) for arm in s.arms}, len(s.arms) * len(s.seeds))
+        for s in studies
+    }
     old = without_other_data(read_table(folder / "runs.csv"), planned, folder, force)
     if not rows:
+        if not (table := read_table(folder / "runs.csv")).empty:
+            atomic_write(folder / "runs.csv", marked(table, studies, folder).to_csv(index=False))
         return
     folder.mkdir(parents=True, exist_ok=True)
     runs = join(old, rows, ["experiment", "arm", "seed", "id"])
@@ -128,12 +176,13 @@ def collect(studies: Sequence[Study], root: Path, folder: Path, force: bool = Fa
     superseded = final.duplicated(["experiment", "arm", "seed"], keep=False) & ~final["id"].isin(
         {r["id"] for r in rows}
     )
-    runs = runs.drop(final[superseded].index)
-    now = {(s.name.split("/")[-1], arm): current_code(s, arm) for s in studies for arm in s.arms}
-    code = pd.Series([now.get(key) for key in zip(runs["experiment"], runs["arm"], strict=True)], runs.index)
-    runs["stale"] = runs["stale"].astype(bool).where(code.isna(), runs["code_hash"] != code)
+    runs = marked(runs.drop(final[superseded].index), studies, folder)
     atomic_write(folder / "runs.csv", runs.to_csv(index=False))
     kept = set(runs["id"])
+    table = join(read_table(folder / "features.csv"), features, ["experiment", "arm", "seed", "id", "step"])
+    if len(table):
+        table = table[table["id"].isin(kept)]
+        atomic_write(folder / "features.csv", table.to_csv(index=False, float_format="%.8g"))
     search = join(read_table(folder / "search.csv"), searches, ["experiment", "arm", "key"])
     if len(search):  # nothing to choose is no table: an empty file cannot be read back
         atomic_write(folder / "search.csv", search.to_csv(index=False))
@@ -146,30 +195,43 @@ def collect(studies: Sequence[Study], root: Path, folder: Path, force: bool = Fa
         atomic_write(folder / "layers.parquet", buffer.getvalue())
 
 
-def current_code(study: Study, arm: str) -> str:
-    cfg = study.config(arm)[0]
-    return code_hash(cfg.model.kind, list(cfg.intervention))
+def marked(runs: pd.DataFrame, studies: Sequence[Study], folder: Path) -> pd.DataFrame:
+    """The rows with what these studies say of theirs: `stale`, neither of the current code nor of code that a recheck
+    found to give the same numbers (`same_code`), and `rechecked`, of such code."""
+    known = {}  # experiment and arm -> the hashes that count -> by a recheck?
+    for study in studies:
+        name = study.name.split("/")[-1]
+        for arm in study.arms:
+            code = code_hash(study.config(arm)[0])
+            known[name, arm] = {c: c != code for c in same_code(folder, name, arm, code)}
+    flags = [
+        (bool(row["stale"]), row.get("rechecked") is True)
+        if (counts := known.get((row["experiment"], row["arm"]))) is None
+        else (row["code_hash"] not in counts, counts.get(row["code_hash"], False))
+        for row in runs.to_dict("records")
+    ]
+    return runs.assign(stale=[stale for stale, _ in flags], rechecked=[rechecked for _, rechecked in flags])
 
 
 def without_other_data(
-    old: pd.DataFrame, planned: dict[str, tuple[str, int]], folder: Path, force: bool
+    old: pd.DataFrame, planned: dict[str, tuple[set[str], int]], folder: Path, force: bool
 ) -> pd.DataFrame:
-    """The committed rows that may stand beside runs of the planned data: {experiment: (its hash, final runs)}.
+    """The committed rows that may stand beside runs of the planned data: {experiment: (its hashes, final runs)}.
 
     Raises ConfigError where the plan has fewer runs than the rows it would replace.
     """
     if old.empty:
         return old
-    hashes = old["experiment"].map({name: digest for name, (digest, _) in planned.items()})
-    other = old[hashes.notna() & (old["data_hash"] != hashes) & old["data_hash"].notna()]
+    pairs = zip(old["experiment"], old["data_hash"], strict=True)
+    other = old[[name in planned and pd.notna(digest) and digest not in planned[name][0] for name, digest in pairs]]
     for name, rows in other[(other["status"] == "done") & (other["stage"] == "final")].groupby("experiment"):
-        digest, runs = planned[name]
+        digests, runs = planned[name]
         if runs < len(rows) and not force:
             raise ConfigError(
                 "RESULTS",
                 folder,
                 f"holds {len(rows)} runs of {name} on data {rows['data_hash'].iloc[0][:8]}; "
-                f"this plan has {runs} on data {digest[:8]}",
+                f"this plan has {runs} on data {', '.join(sorted(d[:8] for d in digests))}",
                 "RESULTS=<another folder> keeps both, FORCE=1 replaces them",
             )
     return old.drop(other.index)
@@ -194,11 +256,13 @@ def read_table(path: Path) -> pd.DataFrame:
     return pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, dtype=text)
 
 
-def committed_losses(folder: Path) -> dict[str, dict[str, float]]:
-    """id -> final losses by split of the committed rows; a diverged run's are infinite."""
+def committed_losses(folder: Path, fresh: bool = False) -> dict[str, dict[str, float]]:
+    """id -> final losses by split of the committed rows; a diverged run's are infinite. `fresh`: of no stale row."""
     table = read_table(folder / "runs.csv")
     losses = {}
     for row in table.to_dict("records"):
+        if fresh and row["stale"]:
+            continue
         if row["status"] == "done":
             losses[row["id"]] = {"validation": row["val_loss"], "test": row["test_loss"]}
         elif row.get("diverged"):

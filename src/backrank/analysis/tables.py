@@ -101,6 +101,25 @@ def show_arms(table: pd.DataFrame) -> pd.DataFrame:
     return shown.loc[:, [bool((shown[c] != "").any()) for c in shown]]
 
 
+def means(runs: pd.DataFrame, metrics: list[str]) -> pd.DataFrame:
+    """Of derived rows, one row an arm and metric: n, mean and interval over their units."""
+    rows = []
+    for arm, group in runs.groupby("arm", sort=False):
+        for metric in metrics:
+            if len(values := group[metric].dropna()):
+                e = stats.estimate(values)
+                rows.append({"arm": arm, "metric": metric, "n": e.n, "mean": e.mean, "low": e.low, "high": e.high})
+    return pd.DataFrame(rows)
+
+
+def show_means(table: pd.DataFrame) -> pd.DataFrame:
+    """`means` as texts, a column a metric."""
+    numbers = zip(table["mean"], table["low"], table["high"], strict=True)
+    table = table.assign(shown=[interval(*x, spec=".3g") for x in numbers])
+    wide = table.pivot(index="arm", columns="metric", values="shown").fillna("")
+    return wide.loc[table["arm"].unique(), table["metric"].unique()].rename_axis(columns=None).reset_index()
+
+
 # The set-up is the same for a whole table and stands under it.
 _SETUP = re.compile(r"set-up: .*")
 _NUMBERS = ["n", "mean", "se", "delta", "delta_low", "delta_high", "d_z", "p"]

@@ -6,19 +6,22 @@ import ast
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import shlex
 import sys
 import sysconfig
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from backrank.config import ConfigError
 
 SPLITS = ("train", "validation", "test")
-FIELDS = ("source", "name", "path", "root", "hub_id", "hub_config", "column", "cache")  # what decides the text
+FIELDS = ("source", "name", "path", "root", "hub_id", "hub_config", "column", "cache", "part")  # what decides the text
+CODE_BYTES = 4 << 20  # of source code, as much as WikiText-2 trains on in a few hundred steps
 STEMS = {"train": ("train",), "validation": ("validation", "valid"), "test": ("test",)}
 # Parts of the standard library that some distributions leave out: without them the text is the same everywhere.
 LEFT_OUT = {
@@ -53,9 +56,11 @@ def text_hash(data: Any) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _read(source, name, path, root, hub_id, hub_config, column, cache) -> tuple[dict[str, bytes], str]:
+def _read(source, name, path, root, hub_id, hub_config, column, cache, part) -> tuple[dict[str, bytes], str]:
+    if part is not None and (source, part) != ("stdlib", "code"):
+        raise ConfigError("data.part", part, f"is no part of source {source}", "Use null, or code with source=stdlib")
     if source == "stdlib":
-        found = _stdlib(cache)
+        found = _stdlib(cache, part)
     elif source == "text":
         found = _path(path, column)
     elif source == "hub":
@@ -103,7 +108,8 @@ def _hub(name: str, root: str | None, hub_id: str | None, config: str | None, co
         if found:
             break
     else:
-        found = _download(base / name, list(dict.fromkeys(looked)), hub_id, config, column)
+        loaded = hub_splits(base / name, list(dict.fromkeys(looked)), hub_id, config, column)
+        found = {s: _join(list(loaded[s][column])) for s in SPLITS if s in loaded}
     if set(found) == {"train"}:  # as web text is published
         return _cut(found["train"])
     missing = [s for s in SPLITS if s not in found]
@@ -114,7 +120,8 @@ def _hub(name: str, root: str | None, hub_id: str | None, config: str | None, co
     return found
 
 
-def _download(target: Path, looked: list[Path], hub_id: str | None, config: str | None, column: str):
+def hub_splits(target: Path, looked: list[Path], hub_id: str | None, config: str | None, column: str) -> Any:
+    """The `datasets` splits of a hub id. Raises ConfigError naming what was looked at and the command that fetches."""
     where = f"no parquet or text files in {', '.join(map(str, looked))}" if looked else "data.root is not set"
     fetch = f"python -m backrank.data {hub_id} {config or '-'} {shlex.quote(str(target))}"
     remedy = f"Where there is a network, run: {fetch} ; then set data.root={target.parent}"
@@ -130,7 +137,7 @@ def _download(target: Path, looked: list[Path], hub_id: str | None, config: str 
     for split in loaded:
         if column not in loaded[split].column_names:
             raise ConfigError("data.column", column, f"{hub_id} has {loaded[split].column_names}", "Name one of them")
-    return {s: _join(list(loaded[s][column])) for s in SPLITS if s in loaded}
+    return loaded
 
 
 def _folder(folder: Path, column: str, key: str) -> dict[str, bytes]:
@@ -190,17 +197,17 @@ def _cut(text: bytes) -> dict[str, bytes]:
     return {"train": text[:first], "validation": text[first:second], "test": text[second:]}
 
 
-def _stdlib(cache: str) -> dict[str, bytes]:
+def _stdlib(cache: str, part: str | None = None) -> dict[str, bytes]:
     """`extract_stdlib`, kept in a file, since parsing takes seconds: JSON, so that a cut file does not parse."""
     root = Path(sysconfig.get_paths()["stdlib"])
     code = Path(__file__).read_bytes()  # a change here may change the text
-    key = hashlib.sha256(f"{sys.version} {root}".encode() + code).hexdigest()[:16]
+    key = hashlib.sha256(f"{sys.version} {root} {part}".encode() + code).hexdigest()[:16]
     path = Path(cache).expanduser() / f"stdlib-{key}.json"
     try:
         return {k: v.encode() for k, v in json.loads(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError):
         try:
-            found = extract_stdlib(root)
+            found = extract_stdlib(root, part)
         except OSError as error:
             problem = f"this Python lacks part of its standard library ({error})"
             raise ConfigError("data.source", "stdlib", problem, "Use a full Python, or another data=") from error
@@ -208,33 +215,51 @@ def _stdlib(cache: str) -> dict[str, bytes]:
         return found
 
 
-def extract_stdlib(root: Path) -> dict[str, bytes]:
-    """The standard library's help topics and docstrings, 90 / 5 / 5 % of the bytes by whole documents.
+def extract_stdlib(root: Path, part: str | None = None) -> dict[str, bytes]:
+    """The standard library's help topics and docstrings, or with part `code` its source, as whole documents.
 
-    A document is a topic or a module, sorted by name. Held out are the first in the order of their names' hashes: they
-    spread over the subjects, and few move in another Python. Source is parsed, not imported: nothing runs.
+    A document is a topic or a module, sorted by name. In the order of their names' hashes the first 5 % of the bytes
+    are validation and the next 5 % test; of code only the first CODE_BYTES are read. So they spread over the subjects,
+    and few move in another Python. Source is parsed, not imported: nothing runs.
     """
+    documents = _code(root) if part == "code" else _documentation(root)
+    encoded = {k: text.encode("utf-8", "replace") for k, text in documents.items() if text}
+    order = sorted(encoded, key=lambda k: hashlib.sha256(k.encode()).digest())
+    if part == "code":
+        ends = itertools.accumulate(len(encoded[k]) for k in order)
+        order = [k for k, end in zip(order, ends, strict=True) if end <= CODE_BYTES]
+    total = sum(len(encoded[k]) for k in order)
+    home, names = dict.fromkeys(sorted(order), "train"), iter(order)
+    for split in SPLITS[1:]:
+        size = 0
+        while size < total // 20:
+            name = next(names)
+            home[name], size = split, size + len(encoded[name])
+    return {s: b"\n".join(encoded[k] for k in home if home[k] == s) for s in SPLITS}
+
+
+def _modules(root: Path) -> Iterator[tuple[str, bytes]]:
+    """(dotted name, source) of the library's modules, in the order of their paths."""
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if parts[0] in sys.stdlib_module_names and not LEFT_OUT & set(parts):
+            yield ".".join(p for p in parts if p != "__init__"), path.read_bytes()
+
+
+def _code(root: Path) -> dict[str, str]:
+    return {name: source.decode("utf-8", "replace") for name, source in _modules(root)}
+
+
+def _documentation(root: Path) -> dict[str, str]:
     seen: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old escapes in the library's own strings
         topics = ast.parse((root / "pydoc_data" / "topics.py").read_bytes()).body
         table = next(n.value for n in topics if isinstance(n, ast.Assign | ast.AnnAssign))
         documents = {f"topic {k}": _once(v, seen) for k, v in sorted(ast.literal_eval(table).items())}
-        for path in sorted(root.rglob("*.py")):
-            parts = path.relative_to(root).with_suffix("").parts
-            if parts[0] in sys.stdlib_module_names and not LEFT_OUT & set(parts):
-                name = ".".join(p for p in parts if p != "__init__")
-                documents[name] = _docstrings(ast.parse(path.read_bytes()), name, seen)
-    encoded = {k: documents[k].encode("utf-8", "replace") for k in sorted(documents) if documents[k]}
-    total = sum(map(len, encoded.values()))
-    home = dict.fromkeys(encoded, "train")
-    order = iter(sorted(encoded, key=lambda k: hashlib.sha256(k.encode()).digest()))
-    for split in SPLITS[1:]:
-        size = 0
-        while size < total // 20:
-            name = next(order)
-            home[name], size = split, size + len(encoded[name])
-    return {s: b"\n".join(v for k, v in encoded.items() if home[k] == s) for s in SPLITS}
+        for name, source in _modules(root):
+            documents[name] = _docstrings(ast.parse(source), name, seen)
+    return documents
 
 
 def _docstrings(tree: ast.Module, name: str, seen: set[str]) -> str:
