@@ -39,6 +39,7 @@ from backrank.seeding import role_seed
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 SIZES = {"byte": 40, "subword": 6}  # steps in a segment
 ROUNDS = 15
+ROUTES = "experiment=causal_test/auxiliary_routes"
 
 
 def config(size: str, *overrides: str):
@@ -221,6 +222,12 @@ def main() -> None:
             with_it / without <= 1.05,
             f"{with_it * 1e3:.1f} against {without * 1e3:.1f} ms a step",
         )
+        arms = [arm for arm in config("byte", ROUTES).plan.arms if arm != "rate_plus_10"]  # backprop is the first
+        sides = [Trained(no_probes(config("byte", ROUTES, f"arm={arm}")), folder) for arm in arms]
+        backprop, *routes = steps_of("byte", *sides)
+        for arm, with_it in zip(arms[1:], routes, strict=True):
+            row(f"route {arm} / none, byte step", with_it / backprop, "", None,
+                f"{with_it * 1e3:.1f} against {backprop * 1e3:.1f} ms a step")  # fmt: skip
         for size, steps in (("byte", 600), ("subword", 1200)):
             ratio = probe_overhead(size, folder, step_s[size], steps)
             row(

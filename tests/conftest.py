@@ -179,6 +179,13 @@ VARIANTS = {
         {"rank": 3, "basis": "random", "rms": "none"},
     ],
     "head_residual": [{"at": "update"}, {"at": "gradient", "match": True}, {"at": "update", "keep": True}],
+    "feedback_route": [
+        {"scale": 0.5, "depths": [1, 2]},
+        {"scale": 0.5, "matrix": "residual"},
+        {"scale": 0.5, "matrix": "oja", "rank": 3, "memory": 5.0},
+        {"scale": 0.5, "matrix": "frequent_directions", "rank": 3, "depths": [1, 2]},
+    ],
+    "intermediate_loss": [{"scale": 0.5, "depths": [1, 2]}],
 }
 CHOSEN = [
     pytest.param(name, settings, id="-".join([name, *(f"{k}={v}" for k, v in settings.items())]))

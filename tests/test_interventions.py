@@ -27,7 +27,12 @@ def site_gradients(trainer, step=0):
     """The loss of a step's batch, the gradient that reaches the backbone, and those of the head's parameters."""
     task, (x, y) = trainer.task, trainer.batch_at(step)
     hidden = task.hidden(x).detach().requires_grad_()
-    task.hidden = lambda *_: hidden
+
+    def shared(x, taps=None):
+        (taps or {}).update(dict.fromkeys(taps or {}, hidden))  # every tapped state is that one
+        return hidden
+
+    task.hidden = shared
     for intervention in task.interventions:
         intervention.begin_step(step, task.head)
     loss = task(x, y, (y >= 0).sum())
@@ -323,6 +328,21 @@ REFUSED = [
     ("seed=1", "low_rank_head", {"rank": 0}, "rank=0"),
     ("seed=1", "vocab_expansion", {"size": 31}, "size=31"),
     ("seed=1", "head_residual", {"at": "step"}, "at=step"),
+    ("train.accumulate=4", "feedback_route", {"scale": 0.5}, "train.accumulate=4"),
+    ("train.accumulate=4", "meta_route", {"scale": 0.5}, "train.accumulate=4"),
+    ("train.compile=inductor", "feedback_route", {"scale": 0.5, "depths": [1]}, "train.compile=inductor"),
+    ("train.compile=inductor", "intermediate_loss", {"scale": 0.5, "depths": [1]}, "train.compile=inductor"),
+    ("seed=1", "feedback_route", {"scale": 0.5, "matrix": "oya"}, "matrix=oya"),
+    ("seed=1", "feedback_route", {"scale": -0.5}, "scale=-0.5"),
+    ("seed=1", "feedback_route", {"scale": 0.5, "depths": [0]}, "depths=[0]"),
+    ("seed=1", "feedback_route", {"scale": 0.5, "depths": [2, 2]}, "depths=[2, 2]"),
+    ("seed=1", "feedback_route", {"scale": 0.5, "matrix": "oja", "rank": 9}, "rank=9"),
+    ("seed=1", "feedback_route", {"scale": 0.5, "matrix": "oja", "rank": 3, "memory": 0.5}, "memory=0.5"),
+    ("model.width=32", "feedback_route", {"scale": 0.5, "matrix": "residual"}, "matrix=residual"),
+    ("seed=1", "intermediate_loss", {"scale": 0.5, "depths": [3]}, "depths=[3]"),
+    ("seed=1", "intermediate_loss", {"scale": 0.5, "depths": []}, "depths=[]"),
+    ("seed=1", "meta_route", {"scale": 0.5, "rank": 0}, "rank=0"),
+    ("seed=1", "meta_route", {"scale": 0.5, "every": 0}, "every=0"),
 ]
 
 
@@ -371,7 +391,7 @@ def test_parts_with_uneven_labels_add_up_to_the_whole_batch(trainer, optim):
 @every_intervention
 def test_parts_add_up_or_are_refused_with_every_intervention(trainer, name, settings):
     whole_batch = name == "backward_rank" and (settings.get("rms") is None or settings.get("basis") == "gradient")
-    if whole_batch or settings.get("match"):
+    if whole_batch or settings.get("match") or name in ("feedback_route", "meta_route"):
         with pytest.raises(ConfigError, match=rf"{name}.*train\.accumulate=4"):
             accumulated(trainer, STEADY, *with_intervention((name, settings)))
     else:
@@ -381,7 +401,10 @@ def test_parts_add_up_or_are_refused_with_every_intervention(trainer, name, sett
 # --------------------------------------------------------------------------- compilation, checkpointing, half precision
 
 
-@pytest.mark.parametrize(("name", "settings"), [p for p in CHOSEN if not {"rms", "keep", "match"} & p.values[1].keys()])
+NOT_COMPILED = {"rms", "keep", "match", "depths"}  # the first three change nothing in the graph, depths are refused
+
+
+@pytest.mark.parametrize(("name", "settings"), [p for p in CHOSEN if not NOT_COMPILED & p.values[1].keys()])
 def test_compiled_equals_eager(trainer, name, settings):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

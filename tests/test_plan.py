@@ -152,7 +152,12 @@ def test_several_keys_mean_their_product_and_both_edges_extend(study):
     second = plan.progress(losses.get)
     assert values(second) == [0.01, 0.02, 0.04] and len(second.jobs) == 9  # lr alone was on an edge
     losses.finish(second, lambda lr, weight_decay: valley(0.02)(lr) + valley(0.2)(weight_decay))
-    assert plan.progress(losses.get).choices[0].best == {"optim.lr": 0.02, "optim.weight_decay": 0.2}
+    [choice] = plan.progress(losses.get).choices
+    assert choice.best == {"optim.lr": 0.02, "optim.weight_decay": 0.2} and not choice.edge
+    losses.clear()
+    for _ in range(4):
+        losses.finish(plan.progress(losses.get), lambda lr, weight_decay: valley(9)(lr) + valley(0.2)(weight_decay))
+    assert plan.progress(losses.get).choices[0].edges == ["optim.lr"]  # of the two keys, the one that is
 
 
 def test_zero_is_no_edge_and_has_no_ratio(study):
@@ -251,3 +256,57 @@ def test_own_grids_go_by_pattern():
     study = Study("causal_test/residual_usage", "paper")
     assert study.grids("sgd_full") == study.grids("sgd_frozen") == {"optim.lr": [0.03, 0.1, 0.3, 1.0]}
     assert study.grids("adamw_full") == {"optim.lr": [0.003, 0.01, 0.02, 0.04]}
+
+
+FOLLOWS = "+plan.search.arms={wide:{follows:plain,times:{optim.lr:1.1}}}"
+
+
+def test_an_arm_that_follows_another_has_its_choice_times_a_factor_and_no_search(study):
+    plan, losses = study(FOLLOWS), Losses()
+    first = plan.progress(losses.get)
+    assert {j.arm for j in first.jobs} == {"plain"} and first.unnamed == 2 + 3
+    for _ in range(4):
+        losses.finish(plan.progress(losses.get), valley(0.08))
+    done = plan.progress(losses.get)
+    assert [c.arm for c in done.choices] == ["plain"] and done.unnamed == 0
+    assert finals(done, "wide") == [(seed, {"optim.lr": 0.088}) for seed in (1, 2, 3)]  # the extended choice's
+    assert len([j for j in done.jobs if j.arm == "wide"]) == 3
+    cfg = compose_run(next(j.overrides for j in done.jobs if j.arm == "wide"))
+    assert (cfg.optim.lr, cfg.model.width) == (0.088, 64)
+
+
+def test_what_it_follows_is_searched_though_only_the_arm_is_asked_for_or_its_rate_is_typed(study):
+    plan, losses = study(FOLLOWS), Losses()
+    plan.arms = ["wide"]
+    assert [(j.arm, j.stage) for j in plan.progress(losses.get).jobs] == [("plain", "search")] * 3
+    losses.finish(plan.progress(losses.get), valley(0.02))
+    assert finals(plan.progress(losses.get), "wide") == [(seed, {"optim.lr": 0.022}) for seed in (1, 2, 3)]
+    typed = study(FOLLOWS, "optim.lr=0.5").progress({}.get)
+    assert finals(typed, "wide") == [(seed, {"optim.lr": 0.55}) for seed in (1, 2, 3)] and typed.unnamed == 0
+    assert {compose_run(j.overrides).optim.lr for j in typed.jobs if j.arm == "wide"} == {0.55}
+
+
+def test_an_arm_is_blocked_with_the_one_it_follows(study):
+    plan, losses = study(FOLLOWS), Losses()
+    for _ in range(4):
+        losses.finish(plan.progress(losses.get), lambda lr: None)
+    done = plan.progress(losses.get)
+    assert done.blocked == ["plain", "wide"] and done.unnamed == 0 and not finals(done, "wide")
+
+
+@pytest.mark.parametrize("own", ["{follows:narrow,times:{optim.lr:1.1}}", "{follows:wide,times:{optim.lr:1.1}}",
+                                 "{follows:plain}", "{grid:{optim.lr:[0.1]}}"])  # fmt: skip
+def test_what_an_arm_cannot_follow_is_refused(study, own):
+    with pytest.raises(ConfigError, match=r"plan\.search\.arms\.wide"):
+        study(f"+plan.search.arms={{wide:{own}}}")
+
+
+def test_a_setting_of_an_intervention_can_be_searched(study):
+    arms = "{plain:['intervention=[feedback_route]','intervention.feedback_route.scale=0.3']}"
+    grids = "{optim.lr:[0.01,0.02],intervention.feedback_route.scale:[0.1,0.5]}"
+    jobs = study(arms=arms, grids=grids).progress({}.get).jobs
+    assert len({j.id for j in jobs}) == 4
+    for job in jobs:
+        cfg = compose_run(job.overrides)
+        assert run_id(cfg, HASHES) == job.id
+        assert cfg.intervention.feedback_route.scale == dict(job.settings)["intervention.feedback_route.scale"]

@@ -5,9 +5,10 @@ import pandas as pd
 from matplotlib import colormaps
 
 from backrank.analysis import stats
-from backrank.analysis.figures import BLACK, BLUE, GREY, ORANGE, Missing, mean_ci, new, spread
+from backrank.analysis.figures import BLACK, BLUE, GREEN, GREY, ORANGE, Missing, mean_ci, new, spread
 from backrank.analysis.report import Results
 from backrank.analysis.tables import order
+from backrank.analysis.verdicts import MARGIN
 
 KINDS = {"backward": ("backward only", BLUE), "factorised": ("factorised", ORANGE)}
 MODELS = {"byte": ("byte_heads", [16, 8, 4]), "subword": ("subword_heads", [48])}
@@ -180,6 +181,102 @@ def ranks(r: Results):
     return figure
 
 
+def spamlang(r: Results):
+    """Accuracy of SpamLang against the learning rate by draws per symbol, AdamW and SGD, with the coverage ceilings."""
+    lines = {"positions_len1": BLUE, "draws4_len64": GREEN, "positions_len64": ORANGE}
+    panels = {"best": "AdamW", "sgd": "SGD with momentum"}
+    ceilings = {}
+    for arm in lines:
+        draws = r.values("spamlang", arm, "data/draws").iloc[0]
+        ceilings[arm] = draws, 100 * r.values("spamlang", arm, "data/ceiling").iloc[0]
+    figure, axes = new(9.6, 4.4, 2, sharey=True)
+    for ax, (suffix, title) in zip(axes, panels.items(), strict=True):
+        for arm, colour in lines.items():
+            ax.axhline(ceilings[arm][1], color=colour, lw=1, ls="--", alpha=0.7)
+            shown = [f"{arm}_{suffix}", *([arm] if suffix == "best" else [])]
+            rows = r.table[(r.table["experiment"] == "spamlang") & r.table["arm"].isin(shown)]
+            rows = rows[(rows["status"] == "done") & rows["searched"].astype(bool)].sort_values("lr")
+            ax.plot(rows["lr"], 100 * rows["val_accuracy"], "-o", color=colour, ms=3.5, lw=1.3)
+            chosen = r.runs[(r.runs["experiment"] == "spamlang") & (r.runs["arm"] == f"{arm}_{suffix}")]
+            mean_ci(ax, chosen["lr"].iloc[0], 100 * r.values("spamlang", f"{arm}_{suffix}", "val_accuracy"), colour)
+            key = f"spamlang.{arm}.accuracy"
+            if suffix == "best" and key in r.claims.published:
+                fitted = r.runs[(r.runs["experiment"] == "spamlang") & (r.runs["arm"] == arm)]["lr"].iloc[0]
+                ax.plot(fitted, r.claims.published[key].value, "D", color=colour, ms=7, mew=1.4, **HOLLOW)
+        ax.set_xscale("log")
+        ax.set_xlabel("learning rate")
+        ax.set_title(title)
+    axes[0].set_ylim(-4, 105)
+    axes[0].set_ylabel("accuracy over all symbols (%)")
+    for (draws, top), colour, y in zip(ceilings.values(), lines.values(),
+                                       spread([top for _, top in ceilings.values()], 11), strict=True):  # fmt: skip
+        axes[1].text(1.02, y, f"{draws:g} draws a symbol\n(ceiling {top:.1f} %)", color=colour, va="center", fontsize=9,
+                     transform=axes[1].get_yaxis_transform())  # fmt: skip
+    key = ("lines: seed 1    large: chosen rate, all seeds, 95 %    dashed: 1 - exp(-draws)    "
+           "hollow: published (paper's scale), at the fitted rate")  # fmt: skip
+    figure.suptitle(key, fontsize=9, x=0.01, ha="left", color=GREY)
+    return figure
+
+
+def predictive(r: Results):
+    """Change of the error for a left-out condition by candidate feature, both targets, the published points beside."""
+    arms = [a for a in r.runs[r.runs["experiment"] == "predictive_study"]["arm"].unique() if a != "base"]
+    if not arms:
+        raise Missing("predictive has no features")
+    figure, axes = new(9.4, 1.6 + 0.36 * len(arms), 2, sharey=True)
+    for ax, (target, title) in zip(
+        axes, {"final": "final loss", "next": "loss at the next checkpoint"}.items(), strict=True
+    ):
+        for y, arm in enumerate(arms):
+            mean_ci(ax, y - 0.12, r.values("predictive_study", arm, f"error_change_{target}"), BLUE, horizontal=True)
+            if _has(r, "predictive_study", [arm], f"forest_error_change_{target}"):
+                forest = r.values("predictive_study", arm, f"forest_error_change_{target}")
+                mean_ci(ax, y + 0.12, forest, GREEN, horizontal=True)
+        p = r.claims.published[f"predictive.{target}"]
+        bar = [[p.value - p.low], [p.high - p.value]]
+        ax.errorbar(p.value, arms.index("retained_norm") + 0.36, xerr=bar, fmt="D", ms=5, capsize=3, color=ORANGE, lw=1,
+                    **HOLLOW)  # fmt: skip
+        ax.axvline(0, color=BLACK, lw=0.8)
+        ax.set_title(title)
+        ax.set_xlabel("change of the error (%)")
+        ax.grid(axis="y", visible=False)
+    axes[0].set_yticks(range(len(arms)), [arm.replace("_", " ") for arm in arms])
+    axes[0].set_ylim(len(arms) - 0.4, -0.6)
+    for x, label, colour in ((0.01, "ridge regression", BLUE), (0.19, "random forest", GREEN),
+                             (0.34, "hollow: published (paper's scale)", ORANGE)):  # fmt: skip
+        figure.text(x, 0.985, label, color=colour, fontsize=9, va="top")
+    figure.get_layout_engine().set(rect=(0, 0.055, 1, 0.9))
+    return figure
+
+
+def study(r: Results) -> pd.DataFrame:
+    """Rows of the predictive study, one a candidate and left-out condition."""
+    from backrank.analysis.predictive import leave_one_out
+
+    return leave_one_out(r.features[r.features["experiment"] == "predictive"] if len(r.features) else r.features)
+
+
+def routes(r: Results):
+    """Loss of every route, and of a rate 10 % higher, minus backpropagation's."""
+    arms = [a for a in order(r.runs[r.runs["experiment"] == "auxiliary_routes"]["arm"], {}) if a != "backprop"]
+    backprop = r.values("auxiliary_routes", "backprop")
+    figure, (ax,) = new(7.2, 1.4 + 0.36 * len(arms))
+    ax.axvspan(-MARGIN, MARGIN, color=GREY, alpha=0.15, lw=0)
+    ax.axvline(0, color=BLACK, lw=0.8)
+    for y, arm in enumerate(arms):
+        difference = stats.paired(r.values("auxiliary_routes", arm), backprop, complete=False)
+        e = mean_ci(ax, y, difference, GREY if arm == "rate_plus_10" else BLUE, horizontal=True)
+        if arm == "rate_plus_10":
+            ax.axvline(e.mean, color=GREY, lw=1, ls=":")
+    ax.set_yticks(range(len(arms)), [arm.replace("_", " ") for arm in arms])
+    ax.set_ylim(len(arms) - 0.4, -0.6)
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel("validation loss minus backpropagation's (nats), 95 % interval over paired seeds")
+    title = f"left of the band: a gain of more than {MARGIN:g}   dotted: the rate 10 % higher"
+    ax.set_title(title, fontsize=9, color=GREY)
+    return figure
+
+
 def _has(r: Results, experiment: str, arms: list[str], metric: str = "val_loss") -> bool:
     try:
         return all(len(r.values(experiment, arm, metric)) for arm in arms)
@@ -188,10 +285,14 @@ def _has(r: Results, experiment: str, arms: list[str], metric: str = "val_loss")
 
 
 HEADS = ["byte_heads", "subword_heads"]
+DERIVED = {"predictive_study": study}
 FIGURES = {
     "penalties": (penalties, HEADS, "Cost of a head narrow backwards only, and of one narrow both ways"),
     "pairs": (pairs, HEADS, "Each seed, backward only and factorised (black: the paper's seeds, orange: falls)"),
     "residual": (residual, ["residual_usage"], "Head updates without the residual, and a head held in its first span"),
     "rotation": (rotation, [*HEADS, "residual_usage"], "Rotation of the feedback subspace, not measured in the paper"),
+    "predictive": (predictive, ["predictive_study"], "What a feature of the head's gradient adds to simple ones"),
+    "spamlang": (spamlang, ["spamlang"], "SpamLang: accuracy against the learning rate, by draws per symbol"),
+    "routes": (routes, ["auxiliary_routes"], "Routes for the gradient past the head against tuned backpropagation"),
     "ranks": (ranks, ["byte_heads"], "Effective rank of each block matrix over training, ordinary arm, seed mean"),
 }

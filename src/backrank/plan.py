@@ -56,8 +56,12 @@ class Choice:
     test_losses: list[float]
     runs: list[str]
     best: dict[str, float]
-    edge: bool
+    edges: list[str]  # keys whose best value is the last of its grid
     extended: int
+
+    @property
+    def edge(self) -> bool:
+        return bool(self.edges)
 
 
 @dataclass
@@ -101,8 +105,11 @@ class Study:
             if arm not in planned:
                 raise no_arm(arm, experiment, planned)
         for pattern, own in self.plan.search.arms.items():
-            if not OmegaConf.is_dict(own) or set(own) != {"grids"} or not OmegaConf.is_dict(own.grids):
-                raise ConfigError(f"plan.search.arms.{pattern}", own, "is no {grids: {<key>: [...]}}", "Give it grids")
+            kind = set(own) if OmegaConf.is_dict(own) else set()
+            follows = kind == {"follows", "times"} and own.follows in planned and not fnmatch(own.follows, pattern)
+            if not follows and not (kind == {"grids"} and OmegaConf.is_dict(own.grids)):
+                problem = "is no {grids: {<key>: [...]}} and no {follows: <arm>, times: {<key>: <factor>}}"
+                raise ConfigError(f"plan.search.arms.{pattern}", own, problem, "Give it grids")
             if planned and not any(fnmatch(arm, pattern) for arm in planned):
                 raise ConfigError("plan.search.arms", pattern, "fits no arm", nearest(pattern, planned))
         self.arms = list(dict.fromkeys(arms or planned or [""]))  # without a plan: the config itself, no arm
@@ -148,16 +155,20 @@ class Study:
                 *parents, last = name.split(".")
                 node = plain
                 for parent in parents:
-                    node = node[parent]
+                    node = dict(node)[parent]  # interventions are a list of (name, settings)
                 node[last] = value
             self._ids[key] = hash_of(plain)
         overrides = (*self.common, *self.pick(arm), f"seed={seed}", *(f"{k}={v!r}" for k, v in settings.items()))
         return Job(self.name, arm, seed, stage, self._ids[key], overrides, tuple(settings.items()), self.point)
 
+    def own(self, arm: str) -> dict[str, Any] | None:
+        """What the plan says of this arm's search alone: of the first pattern that fits."""
+        arms = OmegaConf.to_container(self.plan.search.arms, resolve=True)
+        return next((own for pattern, own in arms.items() if fnmatch(arm, pattern)), None)
+
     def grids(self, arm: str) -> dict[str, list[float]]:
         """The grids of the first pattern that fits the arm, else the common ones; without keys that were typed."""
-        search = OmegaConf.to_container(self.plan.search, resolve=True)
-        own = next((a["grids"] for pattern, a in search["arms"].items() if fnmatch(arm, pattern)), search["grids"])
+        own = (self.own(arm) or OmegaConf.to_container(self.plan.search, resolve=True)).get("grids", {})
         try:
             return {key: sorted({float(v) for v in values}) for key, values in own.items() if key not in self.fixed}
         except (TypeError, ValueError) as error:
@@ -176,6 +187,9 @@ class Study:
 
     def _search(self, arm: str, losses: Losses, failed: Callable[[str], bool], out: Progress):
         """Adds the arm's search runs and its choice; returns the best settings, or None and how many runs must wait."""
+        own = self.own(arm) or {}
+        if "follows" in own:
+            return self._follow(own["follows"], own["times"], arm, losses, failed, out)
         grids, seed, split = self.grids(arm), self.plan.search.seed, self.plan.search.split
         extended = 0
         while True:
@@ -216,11 +230,23 @@ class Study:
                     [f["test"] for f in found],
                     [j.id for j in jobs],
                     best,
-                    bool(edges),
+                    list(edges),
                     extended,
                 )
             )
             return best, 0
+
+    def _follow(self, leader: str, times: dict[str, float], arm: str, losses: Losses, failed, out: Progress):
+        """The leader's choice with some of its settings multiplied, for an arm that has no search of its own."""
+        search = Progress()
+        best, _ = self._search(leader, losses, failed, search)
+        if leader not in self.arms:  # it has to be searched all the same
+            out.jobs += search.jobs
+        if best is None:
+            out.blocked += [arm] * bool(search.blocked)
+            return None, 0 if search.blocked else len(self.seeds)
+        given = self.config(leader)[0]
+        return best | {k: float(f"{f * best.get(k, OmegaConf.select(given, k)):.6g}") for k, f in times.items()}, 0
 
 
 def beyond(grid: list[float], low: bool) -> float:
