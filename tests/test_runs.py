@@ -119,7 +119,9 @@ def test_code_hash_sees_code_and_neither_comments_nor_docstrings(tmp_path, monke
 
     def now():
         rundir._stripped_file.cache_clear()
-        cfg = OmegaConf.create({"model": {"kind": "gpt2"}, "data": {"source": "text"}, "intervention": {}, "study": None})
+        cfg = OmegaConf.create(
+            {"model": {"kind": "gpt2"}, "data": {"source": "text"}, "intervention": {}, "study": None}
+        )
         plain = code_hash(cfg)
         cfg.intervention.low_rank_head = {}
         return plain, code_hash(cfg)

@@ -33,6 +33,13 @@ LAYER_COLUMNS = [
     "stable_rank",
     "sigma_1",
     "frobenius",
+    "tau",
+    "index",
+    "initial_share",
+    "erank_of_mean",
+    "c_data",
+    "uniform",
+    "directional",
 ]
 
 
