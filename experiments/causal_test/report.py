@@ -277,6 +277,58 @@ def routes(r: Results):
     return figure
 
 
+WIDTHS, VOCABULARIES = (32, 64, 128), (256, 1024, 8192)
+
+
+def _cells(r: Results, metric: str, arm: str = "ordinary") -> pd.DataFrame:
+    """The metric of an arm by seed (rows) and cell (columns: width, vocabulary). Raises Missing without all nine."""
+    cells = {(w, v): r.values("width_and_vocab", f"w{w}_v{v}_{arm}", metric) for w in WIDTHS for v in VOCABULARIES}
+    return pd.DataFrame(cells).dropna()
+
+
+def fit_width_and_vocab(r: Results) -> pd.DataFrame:
+    """By seed: Spearman's rank correlation of both penalties with the lost fraction and with D/V over nine cells."""
+    lost, ordinary = _cells(r, "head/lost"), _cells(r, "val_loss")
+    ratio = pd.Series({(w, v): w / v for w, v in lost.columns})
+    runs, found = r.runs[r.runs["experiment"] == "width_and_vocab"], []
+    for arm in KINDS:
+        penalty = (_cells(r, "val_loss", arm) - ordinary).dropna()
+        for seed in penalty.index:
+            mine = runs[(runs["seed"] == seed) & runs["arm"].str.contains(f"ordinary|{arm}")]
+            found.append({"arm": arm, "seed": seed, "id": " ".join(mine["id"]),
+                          "lost_correlation": penalty.loc[seed].corr(lost.loc[seed], method="spearman"),
+                          "ratio_correlation": penalty.loc[seed].corr(ratio, method="spearman")})  # fmt: skip
+    return pd.DataFrame(found)
+
+
+def width_and_vocab(r: Results):
+    """Both penalties at half rank and the kept energy over D/V, against D/V, nine cells."""
+    ordinary, kept = _cells(r, "val_loss"), _cells(r, "head/kept_over_null")
+    figure, axes = new(11.4, 4.2, 3)
+    for ax, (arm, (label, _)) in zip(axes, KINDS.items(), strict=False):
+        penalty = _cells(r, "val_loss", arm) - ordinary
+        for w, colour in zip(WIDTHS, (BLUE, ORANGE, GREEN), strict=True):
+            for v in VOCABULARIES:
+                mean_ci(ax, w / v, penalty[w, v].dropna(), colour)
+            ax.plot([w / v for v in VOCABULARIES], [penalty[w, v].mean() for v in VOCABULARIES], color=colour, lw=1)
+            ax.annotate(f"width {w}", (w / VOCABULARIES[0], penalty[w, VOCABULARIES[0]].mean()), (6, 4), color=colour,
+                        textcoords="offset points", fontsize=8.5)  # fmt: skip
+        ax.axhline(0, color=BLACK, lw=0.8)
+        ax.set_title(f"{label}, half the rank")
+        ax.set_ylabel("penalty in loss (nats)")
+    for w, colour in zip(WIDTHS, (BLUE, ORANGE, GREEN), strict=True):
+        for v in VOCABULARIES:
+            mean_ci(axes[2], w / v, kept[w, v].dropna(), colour)
+        axes[2].plot([w / v for v in VOCABULARIES], [kept[w, v].mean() for v in VOCABULARIES], color=colour, lw=1)
+    axes[2].axhline(1, color=BLACK, lw=0.8)
+    axes[2].set_title("ordinary head: kept energy over D/V")
+    for ax in axes:
+        ax.set_xscale("log")
+        ax.set_xlabel("D/V")
+        ax.margins(x=0.2)
+    return figure
+
+
 def _has(r: Results, experiment: str, arms: list[str], metric: str = "val_loss") -> bool:
     try:
         return all(len(r.values(experiment, arm, metric)) for arm in arms)
@@ -285,7 +337,7 @@ def _has(r: Results, experiment: str, arms: list[str], metric: str = "val_loss")
 
 
 HEADS = ["byte_heads", "subword_heads"]
-DERIVED = {"predictive_study": study}
+DERIVED = {"predictive_study": study, "width_and_vocab_fit": fit_width_and_vocab}
 FIGURES = {
     "penalties": (penalties, HEADS, "Cost of a head narrow backwards only, and of one narrow both ways"),
     "pairs": (pairs, HEADS, "Each seed, backward only and factorised (black: the paper's seeds, orange: falls)"),
@@ -294,5 +346,6 @@ FIGURES = {
     "predictive": (predictive, ["predictive_study"], "What a feature of the head's gradient adds to simple ones"),
     "spamlang": (spamlang, ["spamlang"], "SpamLang: accuracy against the learning rate, by draws per symbol"),
     "routes": (routes, ["auxiliary_routes"], "Routes for the gradient past the head against tuned backpropagation"),
+    "width_and_vocab": (width_and_vocab, ["width_and_vocab"], "Half the rank over width and vocabulary, against D/V"),
     "ranks": (ranks, ["byte_heads"], "Effective rank of each block matrix over training, ordinary arm, seed mean"),
 }
