@@ -61,7 +61,9 @@ def identify(cfg: DictConfig) -> tuple[str, dict[str, str]]:
 
 
 def watched(cfg: DictConfig) -> dict[str, Any]:
-    return {key: OmegaConf.to_container(cfg[key], resolve=True) for key in ("every", "probe")}
+    """Cadences and probes. A setting that is null is one that a probe does not have, so that a schema may grow."""
+    every, probes = (OmegaConf.to_container(cfg[key], resolve=True) for key in ("every", "probe"))
+    return {"every": every, "probe": {n: {k: v for k, v in p.items() if v is not None} for n, p in probes.items()}}
 
 
 def covers(have: dict[str, Any], want: dict[str, Any]) -> bool:
@@ -96,7 +98,7 @@ def widen(cfg: DictConfig, have: dict[str, Any]) -> None:
     for name, settings in have["probe"].items():
         if name not in cfg.probe:
             OmegaConf.update(cfg, f"probe.{name}", settings, force_add=True)
-        elif {**settings, "every": 0} == {**cfg.probe[name], "every": 0}:
+        elif {**settings, "every": 0} == {**watched(cfg)["probe"][name], "every": 0}:
             cfg.probe[name].every = math.gcd(cfg.probe[name].every, settings["every"])
 
 
@@ -312,7 +314,8 @@ def single(overrides: Sequence[str]) -> int:
         print(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILED
     said = "was done already" if outcome.status == "done" else "done"
-    print(f"{outcome.id} {said}: val/loss {outcome.summary.get('val/loss')} in {runs_root(cfg) / outcome.id}")
+    loss = f": val/loss {outcome.summary['val/loss']}" if "val/loss" in outcome.summary else ""
+    print(f"{outcome.id} {said}{loss} in {runs_root(cfg) / outcome.id}")
     return 0
 
 

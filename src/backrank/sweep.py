@@ -7,6 +7,7 @@ waited for. The folders are the only state, so several machines may execute the 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -167,7 +168,8 @@ class Sweep:
             self.stopping = True
         elif status == "ran":
             self.ran[job.id] = detail["wall_s"]
-            self.say(job, f"{detail.get('val/loss', float('nan')):.4f} in {detail['wall_s']:.0f} s")
+            loss = f"{detail['val/loss']:.4f}" if "val/loss" in detail else "done"  # a study has none
+            self.say(job, f"{loss} in {detail['wall_s']:.0f} s")
             self.after_each()
         elif status == "diverged" and job.stage == "search":  # a result of the search
             self.ran[job.id] = 0.0
@@ -225,7 +227,8 @@ def finished_losses(rundir: RunDir, fresh: bool = False) -> dict[str, float] | N
     """
     summary = rundir.read("summary.json", damaged_is_none=fresh)
     if summary is not None:
-        return {"validation": summary["val/loss"], "test": summary["test/loss"]}
+        names = {"validation": "val/loss", "test": "test/loss"}
+        return {split: summary.get(name, math.nan) for split, name in names.items()}  # a study has none
     failed = rundir.read("failed.json")
     if failed and failed["diverged"]:
         return {"validation": float("inf"), "test": float("inf")}

@@ -218,11 +218,11 @@ def _experiments(r: Results, stage: Path) -> list[str]:
             table = tables.arms(rows, experiment, r.claims, metric)
             if len(table):
                 caption = (
-                    f"{metric} in nats; delta: paired difference to the baseline; intervals are over seeds at the "
+                    f"{metric}{' in nats' if 'loss' in metric else ''}; delta: paired difference to the baseline; intervals are over seeds at the "
                     f"chosen rate and do not hold the choice itself, made on one seed; {r.caption([experiment])}"
                 )
-                shown = tables.show_arms(table)
-                lines.append(tables.write(stage / "tables", f"{experiment}_{metric}", table, shown, caption))
+                shown, name = tables.show_arms(table), metric.replace("/", "_")
+                lines.append(tables.write(stage / "tables", f"{experiment}_{name}", table, shown, caption))
         found = r.search[r.search["experiment"] == experiment] if len(r.search) else r.search
         if len(found):
             caption = f"search on one seed, chosen by the split named; {r.caption([experiment])}"

@@ -271,7 +271,7 @@ def committed_losses(folder: Path, fresh: bool = False) -> dict[str, dict[str, f
         if fresh and row["stale"]:
             continue
         if row["status"] == "done":
-            losses[row["id"]] = {"validation": row["val_loss"], "test": row["test_loss"]}
+            losses[row["id"]] = {"validation": row.get("val_loss"), "test": row.get("test_loss")}
         elif row.get("diverged"):
             losses[row["id"]] = {"validation": float("inf"), "test": float("inf")}
     return losses

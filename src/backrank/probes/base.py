@@ -24,6 +24,8 @@ class Probe:
     """every: steps between measurements; the initial and the final state are always measured. sequences: batch size."""
 
     example: ClassVar[dict[str, Any]] = {}
+    # kinds of models it can read; empty: all
+    kinds: ClassVar[tuple[str, ...]] = ()
 
     every: int = 100
     sequences: int = 8
@@ -36,6 +38,10 @@ class Probe:
         return snake(cls.__name__)
 
     def check(self, cfg: DictConfig) -> None:
+        if self.kinds and cfg.model.kind not in self.kinds:
+            problem = f"cannot be read by probe {self.name()}"
+            remedy = f"Leave the probe out, or use one of {', '.join(self.kinds)}"
+            raise ConfigError("model.kind", cfg.model.kind, problem, remedy)
         for key, least in (("every", 0), ("sequences", 1)):
             if getattr(self, key) < least:
                 raise ConfigError(

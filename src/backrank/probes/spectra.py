@@ -6,6 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import DictConfig
+
+from ..config import ConfigError
 from .base import Measured, Probe, Snapshot
 
 if TYPE_CHECKING:
@@ -74,27 +77,71 @@ class OutputError(Probe):
     """r_out: effective rank of the N x V matrix of output errors softmax - onehot, and its null (backward_bottleneck).
 
     The same matrix is the logit gradient G of lost_in_backprop, so its rank is measured here too. The null is a uniform
-    softmax on the same targets: about exp of the batch's unigram entropy.
+    softmax on the same targets: about exp of the batch's unigram entropy. Both also of the first n errors for each n of
+    `sizes`, as far as a short held-out split reaches: r_out_<n>, r_out_null_<n>.
     """
 
     every: int = 0
+    sizes: list[int] | None = None
+
+    def check(self, cfg: DictConfig) -> None:
+        super().check(cfg)
+        errors = self.sequences * cfg.data.sequence
+        for n in self.sizes or ():
+            if not 1 <= n <= errors:
+                problem = f"is not between 1 and the {errors} errors of the batch"
+                raise ConfigError("probe.output_error.sizes", n, problem, "Raise probe.output_error.sequences")
 
     def measure(self, snapshot: Snapshot) -> Measured:
-        import torch
-
-        from ..head import IGNORE, residual_chunks
+        from ..head import IGNORE
         from ..spectra import effective_rank, gram_spectrum
 
-        targets = snapshot.targets_N
-        supervised = targets != IGNORE  # a held-out split shorter than the batch is padded
-        errors = torch.cat([e for _, e in residual_chunks(snapshot.hidden_ND, snapshot.weight_VD, targets)])[supervised]
-        s = gram_spectrum(errors)
-        vocab = errors.shape[1]
-        return {
-            "output/r_out": float(effective_rank(s)),
-            "output/r_out_null": float(effective_rank(uniform_error_spectrum(targets[supervised], vocab))),
-            "output/errors": errors.shape[0],
-        }, []
+        targets, vocab = snapshot.targets_N[snapshot.targets_N != IGNORE], snapshot.weight_VD.shape[0]
+        metrics = {
+            "output/r_out": r_out(snapshot),
+            "output/r_out_null": effective_rank(uniform_error_spectrum(targets, vocab)),
+            "output/errors": len(targets),
+        }
+        sizes = [n for n in self.sizes or () if n <= len(targets)]
+        errors = output_errors(snapshot) if sizes else None
+        for n in sizes:
+            metrics[f"output/r_out_{n}"] = effective_rank(gram_spectrum(errors[:n]))
+            metrics[f"output/r_out_null_{n}"] = effective_rank(uniform_error_spectrum(targets[:n], vocab))
+        return metrics, []
+
+
+def output_errors(snapshot: Snapshot) -> Tensor:
+    """softmax - onehot of the supervised tokens or images, N x V: a held-out split shorter than the batch is padded."""
+    import torch
+
+    from ..head import IGNORE, residual_chunks
+
+    targets = snapshot.targets_N
+    chunks = residual_chunks(snapshot.hidden_ND, snapshot.weight_VD, targets)
+    return torch.cat([e for _, e in chunks])[targets != IGNORE]
+
+
+def r_out(snapshot: Snapshot) -> float:
+    """Effective rank of the output errors."""
+    from ..spectra import effective_rank, gram_spectrum
+
+    return snapshot.once("r_out", lambda: effective_rank(gram_spectrum(output_errors(snapshot))))
+
+
+# kinds of models with matrices between embedding and head
+WITH_MATRICES = ("gpt2", "toy", "vit", "resnet", "two_layer")
+
+
+def block_spectra(snapshot: Snapshot) -> dict[str, Tensor]:
+    """Singular values of every counted matrix, on the CPU."""
+    from ..spectra import gram_spectrum
+
+    def compute() -> dict[str, Tensor]:
+        block = parts(snapshot.task)["block"]
+        spectra = gram_spectrum(list(block.values()), block)
+        return {layer: s.cpu() for layer, s in zip(block, spectra, strict=True)}
+
+    return snapshot.once("block_spectra", compute)
 
 
 def uniform_error_spectrum(targets_N: Tensor, vocab: int) -> Tensor:

@@ -12,6 +12,26 @@ class Forgetting(NamedTuple):
     approx_nats: float  # sum of lr * lambda / (1 - momentum)
 
 
+def decay_steps(rates, weight_decay, momentum=0.0, state=(1.0, 0.0, 0.0)):
+    """(w, v, s) after steps at `rates` with no data gradient, from such a state: w e^s and v e^s are the weight and its
+    momentum buffer over w_0. The recursion of `forgetting`, piece by piece.
+    """
+    w, v, log_scale = state
+    for lr in rates:
+        v = momentum * v + weight_decay * w
+        w -= lr * v
+        size = max(abs(w), abs(v))
+        if 0 < size < 1e-100:  # the recursion is linear: rescaled, it does not underflow
+            w, v, log_scale = w / size, v / size, log_scale + math.log(size)
+    return w, v, log_scale
+
+
+def remaining(w, log_scale):
+    """(factor, nats) of a state of `decay_steps`."""
+    nats = math.inf if w == 0 else 0.0 - math.log(abs(w)) - log_scale
+    return math.copysign(math.exp(-nats), w), nats
+
+
 def forgetting(rates, weight_decay, momentum=0.0):
     """What is left of a weight after steps at learning `rates` (one per step) with no data gradient: a Forgetting.
 
@@ -23,12 +43,5 @@ def forgetting(rates, weight_decay, momentum=0.0):
         raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
     rates = np.asarray(rates, dtype=np.float64)
     approx = weight_decay * math.fsum(rates) / (1 - momentum)
-    w, v, log_scale = 1.0, 0.0, 0.0
-    for lr in rates.tolist():
-        v = momentum * v + weight_decay * w
-        w -= lr * v
-        size = max(abs(w), abs(v))
-        if 0 < size < 1e-100:  # the recursion is linear: rescaled, it does not underflow
-            w, v, log_scale = w / size, v / size, log_scale + math.log(size)
-    nats = math.inf if w == 0 else -(math.log(abs(w)) + log_scale)
-    return Forgetting(math.copysign(math.exp(-nats), w), nats, approx)
+    w, _, log_scale = decay_steps(rates.tolist(), weight_decay, momentum)
+    return Forgetting(*remaining(w, log_scale), approx)

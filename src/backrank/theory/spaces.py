@@ -60,6 +60,7 @@ class TwoLayer(NamedTuple):
     g1_rank: int
     g1_erank: float
     g2_rank: int
+    g2_erank: float
     outside: float  # share of G_1's energy outside col(W_2^T)
     r_star: int  # rank of the errors
     r_a: int  # rank of the inputs
@@ -75,7 +76,7 @@ def two_layer(X_BD, W1_HD, W2_KH, e_BK, mask=True):
     delta = on * (e_BK @ W2_KH)
     G1, G2 = delta.T @ X_BD, e_BK.T @ (on * hidden)
     outside = outside_share(G1, W2_KH.T)
-    return TwoLayer(*ranks(delta), *ranks(G1), ranks(G2)[0], outside, ranks(e_BK)[0], ranks(X_BD)[0])
+    return TwoLayer(*ranks(delta), *ranks(G1), *ranks(G2), outside, ranks(e_BK)[0], ranks(X_BD)[0])
 
 
 def draw_two_layer(batch, width, hidden, classes, generator, softmax=False):
