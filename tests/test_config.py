@@ -379,7 +379,11 @@ def test_every_field_is_identity_or_named_as_none():
     plain = canonical(compose_run(["intervention=[head_residual]"]), HASHES)
     assert set(plain) == {"seed", "model", "data", "optim", "train", "intervention"}
     assert set(plain["data"]) == {"vocab_size", "sequence", "eval_tokens", "content"}
-    assert set(plain["train"]) == set(Config.__dataclass_fields__["train"].default_factory.__dataclass_fields__)
+    every = set(Config.__dataclass_fields__["train"].default_factory.__dataclass_fields__)
+    assert set(plain["train"]) == every - {"channels_last"}  # null: not set, so no part of the run
+    named = canonical(compose_run(["train.channels_last=true", "data.size=16"]), HASHES)
+    assert named["train"]["channels_last"] is True and named["data"]["size"] == 16
+    assert canonical(compose_run(["study=theory_checks"]), HASHES)["study"] == "theory_checks"
 
 
 def test_data_that_moved_keeps_the_id_and_changed_data_does_not(tmp_path, tiny):
