@@ -311,8 +311,6 @@ def width_and_vocab(r: Results):
             for v in VOCABULARIES:
                 mean_ci(ax, w / v, penalty[w, v].dropna(), colour)
             ax.plot([w / v for v in VOCABULARIES], [penalty[w, v].mean() for v in VOCABULARIES], color=colour, lw=1)
-            ax.annotate(f"width {w}", (w / VOCABULARIES[0], penalty[w, VOCABULARIES[0]].mean()), (6, 4), color=colour,
-                        textcoords="offset points", fontsize=8.5)  # fmt: skip
         ax.axhline(0, color=BLACK, lw=0.8)
         ax.set_title(f"{label}, half the rank")
         ax.set_ylabel("penalty in loss (nats)")
@@ -320,6 +318,7 @@ def width_and_vocab(r: Results):
         for v in VOCABULARIES:
             mean_ci(axes[2], w / v, kept[w, v].dropna(), colour)
         axes[2].plot([w / v for v in VOCABULARIES], [kept[w, v].mean() for v in VOCABULARIES], color=colour, lw=1)
+        axes[2].text(0.06, 0.95 - 0.07 * WIDTHS.index(w), f"width {w}", color=colour, transform=axes[2].transAxes)
     axes[2].axhline(1, color=BLACK, lw=0.8)
     axes[2].set_title("ordinary head: kept energy over D/V")
     for ax in axes:

@@ -197,8 +197,6 @@ def _claims(r: Results, stage: Path) -> list[str]:
         if set(rows["verdict"]) == {claims_module.NOT_RUN}:
             shown, caption = shown[["claim", "published", "verdict"]], f"scale {r.scale}; no run yet"
         lines += [f"### {title}\n", tables.write(stage / "tables", name, rows, shown, caption)]
-        if note := r.claims.experiments.get(experiment, {}).get("setup_note"):
-            lines.append(f"Set-up: {' '.join(note.split())}.\n")
     return lines
 
 
@@ -208,7 +206,7 @@ def _experiments(r: Results, stage: Path) -> list[str]:
         rows = r.runs[r.runs["experiment"] == experiment]
         if rows.empty:
             continue
-        lines.append(f"## {block['title']}\n")
+        lines.append(f"## {block['title']}\n\n{_held(r, experiment)}\n")
         if "unit" in block:
             caption = f"{block['caption']}; mean [95 % CI] over {block['unit']}; {r.caption([experiment])}"
             table = tables.means(rows, block["metrics"])
@@ -218,7 +216,8 @@ def _experiments(r: Results, stage: Path) -> list[str]:
             table = tables.arms(rows, experiment, r.claims, metric)
             if len(table):
                 caption = (
-                    f"{metric}{' in nats' if 'loss' in metric else ''}; delta: paired difference to the baseline; intervals are over seeds at the "
+                    f"{metric}{' in nats' if 'loss' in metric else ''}; delta: paired difference to the baseline; "
+                    f"intervals are over seeds at the "
                     f"chosen rate and do not hold the choice itself, made on one seed; {r.caption([experiment])}"
                 )
                 shown, name = tables.show_arms(table), metric.replace("/", "_")
@@ -230,6 +229,25 @@ def _experiments(r: Results, stage: Path) -> list[str]:
             shown = tables.show_search(found.sort_values("arm", key=lambda arm: arm.map(wanted.index), kind="stable"))
             lines.append(tables.write(stage / "tables", f"{experiment}_search", found, shown, caption))
     return lines
+
+
+HELD = {
+    "Held": ("reproduced", "kept", "by construction"),
+    "Held in its direction alone, or left open by too few seeds": ("same direction", "underpowered"),
+    "Did not hold": ("differs", "broken"),
+}
+
+
+def _held(r: Results, experiment: str) -> str:
+    """In a paragraph: which claims of an experiment held, which did not, with our value, and what they depend on."""
+    rows = r.verdicts[r.verdicts["experiment"] == experiment]
+    parts = []
+    for name, verdicts in HELD.items():
+        found = [f"`{x['id']}` ({x['ours']:.3g})" for x in rows.to_dict("records") if x["verdict"] in verdicts]
+        parts.append(f"**{name}:** {', '.join(found) or 'none'}.")
+    if note := r.claims.experiments[experiment].get("setup_note"):
+        parts.append(f"**What it depends on:** {' '.join(note.split())}.")
+    return " ".join(parts)
 
 
 def _module(path: Path) -> Any:
