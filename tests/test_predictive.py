@@ -89,7 +89,8 @@ def test_a_part_that_a_source_has_not_is_refused(source, part, tmp_path):
 def test_37_conditions_without_a_search():
     plan = yaml.safe_load((ROOT / "configs/experiment/causal_test/predictive.yaml").read_text())
     assert len(plan["plan"]["arms"]) == 37 == len({tuple(sorted(o)) for o in plan["plan"]["arms"].values()})
-    assert plan["train"]["steps"] / plan["every"]["eval"] == 8 and plan["plan"]["seeds"] == [1, 2, 3]
+    checkpoints = plan["train"]["steps"] // plan["every"]["eval"] * len(plan["plan"]["seeds"]) * 37
+    assert checkpoints == 888 and plan["probe"]["head_features"]["every"] == plan["every"]["eval"]
     arms = ["text_ordinary_w16_lr30", "code_backward_r4", "code_ordinary_bpe512"]
     study = Study("causal_test/predictive", "laptop", arms=arms)
     assert [j.stage for j in study.progress({}.get).jobs] == ["final"] * 3
