@@ -152,7 +152,9 @@ def test_through_sites_measures_the_gradient_that_training_uses(trainer, name, s
         assert row["erank"] == pytest.approx(erank(G), rel=1e-4)
     pairs = zip(past, through, strict=True)
     changed = {a["layer"] for a, b in pairs if b["erank"] != pytest.approx(a["erank"], rel=1e-3)}
-    if name in ("backward_rank", "feedback_route", "intermediate_loss", "meta_route"):  # the backbone, not the head
+    if settings.get("matrix") == "frequent_directions":  # a sketch is empty before the first update
+        assert not changed
+    elif name in ("backward_rank", "feedback_route", "intermediate_loss", "meta_route"):  # the backbone, not the head
         assert set(BLOCK) & changed and "head.weight" not in changed
     elif name == "head_residual" and settings.get("at") != "update":
         assert changed == {"head.weight"}
