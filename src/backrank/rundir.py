@@ -178,7 +178,7 @@ def code_hash(cfg: Any) -> str:
 
     own = Path(__file__).parent
     files = [own / f"{name}.py" for name in (*NUMERIC, f"models/{cfg.model.kind}", f"data/{SOURCES[cfg.data.source]}")]
-    files += [own / f"studies/{cfg.study}.py"] if cfg.study else []
+    files += [own / f"studies/{cfg.study}.py", *sorted((own / "theory").glob("*.py"))] if cfg.study else []
     files += sorted({Path(sys.modules[INTERVENTIONS[i].__module__].__file__ or "") for i in cfg.intervention})
     digest = hashlib.sha256()
     for path in files:

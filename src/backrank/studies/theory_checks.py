@@ -15,7 +15,7 @@ from . import Measured
 DEPTHS = (1, 2, 4, 8, 12, 24, 48)
 DEEP = (12, 24, 48, 96)  # the powers settle there
 DECAY = 0.01  # mu * lambda of the simulated recursions
-PAGE_DECAY, PAGE_COUPLING = 0.1 * 5e-4, 2 * 0.1  # lr 0.1, lambda 5e-4: 2 mu C c with C c = 1
+PAGE_DECAY, PAGE_RATIO = 0.1 * 5e-4, 4000  # mu 0.1, lambda 5e-4; 2 mu C c over mu lambda with C c = 1
 
 
 def run(cfg: DictConfig, source: Any, root: Path) -> Measured:
@@ -36,7 +36,7 @@ def recursion() -> dict[str, float]:
         growth = tails.growth(DEEP, [steps[L] for L in DEEP])
         found |= {f"{name}/exponent": growth.exponent, f"{name}/r2_linear": growth.r2_linear,
                   f"{name}/r2_log": growth.r2_log}  # fmt: skip
-    page = tails.tail_steps(PAGE_DECAY, 4000 * PAGE_DECAY, 21)
+    page = tails.tail_steps(PAGE_DECAY, PAGE_RATIO * PAGE_DECAY, 21)
     forget = tails.forget_steps(DECAY)
     return found | {
         "page/over_t_forget": page.steps / tails.forget_steps(PAGE_DECAY),
@@ -79,7 +79,7 @@ def adam(generator: Any) -> dict[str, float]:
 
 
 def initial_ranks(seed: int) -> dict[str, float]:
-    """Mean over the counted matrices of each architecture at initialisation, by the three definitions of rank."""
+    """Mean over the counted matrices of each architecture at initialisation, by four definitions of rank."""
     from ..build import build_task
     from ..compose import compose
     from ..probes.spectra import parts
