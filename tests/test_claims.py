@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from backrank.analysis import stats
-from backrank.analysis.claims import COLUMNS, ClaimError, judge, load_claims
+from backrank.analysis.claims import ClaimError, load_claims
+from backrank.analysis.judge import COLUMNS, judge
 from backrank.analysis.verdicts import Published, ordering_verdict, value_verdict
 from backrank.analysis.verdicts import effect_verdict as effect
 from backrank.analysis.verdicts import no_effect_verdict as no_effect

@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 
 from backrank import data
 from backrank.compose import compose, compose_run, parse, quote_text
-from backrank.config import CONFIGS, SCALES, Config, ConfigError, canonical, run_id, validate
+from backrank.config import CONFIGS, SCALES, Config, ConfigError, validate
+from backrank.identity import canonical, run_id
 from backrank.interventions import INTERVENTIONS
 from backrank.plan import Study, experiments
 from backrank.probes import PROBES

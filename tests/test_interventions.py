@@ -13,8 +13,9 @@ import torch
 from omegaconf import OmegaConf
 
 from backrank.build import build_task
-from backrank.config import ConfigError, run_id
+from backrank.config import ConfigError
 from backrank.grad import grad_map
+from backrank.identity import run_id
 from backrank.interventions import INTERVENTIONS, Intervention
 from conftest import CHOSEN, every_intervention, with_intervention
 

@@ -6,7 +6,8 @@ import pytest
 
 from backrank import data
 from backrank.compose import compose_run
-from backrank.config import ConfigError, run_id
+from backrank.config import ConfigError
+from backrank.identity import run_id
 from backrank.plan import EXTENSIONS, Study, beyond
 from backrank.run import widen
 

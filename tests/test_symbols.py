@@ -10,7 +10,8 @@ import torch
 
 from backrank import data as D
 from backrank.compose import compose_run
-from backrank.config import ConfigError, run_id, validate
+from backrank.config import ConfigError, validate
+from backrank.identity import run_id
 from backrank.plan import Study
 from test_training import after, assert_same_record, fail
 

@@ -1,4 +1,4 @@
-"""Typed configuration: schema, validation across fields, run identity. Imports no torch.
+"""Typed configuration: schema, and validation across fields. Imports no torch.
 
 The order of events for every run: Hydra composes into the dataclasses below (typos and wrong types end there),
 `validate` checks fields against each other, the data is looked at, the run folder is claimed, and only then is torch
@@ -8,8 +8,6 @@ imported.
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -377,38 +375,3 @@ def make(cls: type, node: Any) -> Any:
         if key not in fields:
             raise ConfigError(f"{cls.name()}.{key}", settings[key], "is no setting of it", nearest(key, fields))
     return cls(**settings)
-
-
-# -------------------------------------------------------------------------------------------------------- identity
-
-# Where a run is kept, what watches it and what it is called do not change its numbers.
-NOT_IDENTITY = ("scale", "experiment", "arm", "label", "runs", "device", "every", "probe", "logger", "plan")
-NOT_IDENTITY_DATA = ("name", "path", "root", "hub_id", "hub_config", "source", "part", "column", "cache", "tokenizer")
-
-
-def canonical(cfg: DictConfig, data_hash: dict[str, str]) -> dict[str, Any]:
-    """The part of the resolved config that decides a run's numbers, with the content of its data in place of paths."""
-    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    for key in NOT_IDENTITY:
-        plain.pop(key)
-    for key in NOT_IDENTITY_DATA:
-        plain["data"].pop(key)
-    # a setting that is null is one that the run does not have: a schema may grow without renaming every run
-    if plain["study"] is None:
-        plain.pop("study")
-    for group in ("model", "data", "optim", "train"):
-        plain[group] = {key: value for key, value in plain[group].items() if value is not None}
-    plain["data"]["content"] = dict(data_hash)
-    # a list, since the order in which the gradient meets them matters
-    plain["intervention"] = [[name, settings] for name, settings in plain["intervention"].items()]
-    return plain
-
-
-def run_id(cfg: DictConfig, data_hash: dict[str, str]) -> str:
-    """Run identity: 12 hex digits of the hash of `canonical`; asking twice for the same run continues the same run."""
-    return hash_of(canonical(cfg, data_hash))
-
-
-def hash_of(plain: dict[str, Any]) -> str:
-    text = json.dumps(plain, sort_keys=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

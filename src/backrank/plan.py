@@ -18,7 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from . import data
 from .compose import compose, compose_plan, key_of, no_arm
-from .config import CONFIGS, ConfigError, canonical, hash_of, nearest, validate
+from .config import CONFIGS, ConfigError, nearest, validate
+from .identity import canonical, hash_of
 from .run import settle_paths
 
 EXTENSIONS = 2  # how often a grid grows when the best value sits on its edge

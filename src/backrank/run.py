@@ -23,7 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from . import data
 from .compose import compose_run, quote_text
-from .config import CONFIGS, ROOT, ConfigError, run_id, validate
+from .config import CONFIGS, ROOT, ConfigError, validate
+from .identity import run_id
 from .mirror import WandbMirror
 from .recorder import Recorder, atomic_write, disk, read_rows
 from .rundir import Held, RunDir, code_hash, counting, provenance, write_json

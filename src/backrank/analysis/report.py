@@ -16,10 +16,11 @@ import pandas as pd
 
 from ..config import ROOT, SCALES
 from ..recorder import atomic_write
-from . import claims as claims_module
 from . import figures, tables
-from .claims import ClaimSet
+from .claims import ClaimSet, load_claims
+from .judge import judge
 from .runs import read_table
+from .verdicts import NOT_RUN
 
 
 class ReportError(RuntimeError):
@@ -115,12 +116,12 @@ def load(
     """The tables in `folder`, what the paper derives from them, and every claim judged on both."""
     names = ("runs.csv", "layers.parquet", "search.csv", "features.csv")
     runs, layers, search, features = (read_table(folder / name) for name in names)
-    claims = claims_module.load_claims(experiments_root / paper / "claims.yaml", experiments_root / "published.csv")
+    claims = load_claims(experiments_root / paper / "claims.yaml", experiments_root / "published.csv")
     done = _finished(runs)
     results = Results(paper, scale, runs, done[done["stage"] == "final"], layers, search, features, claims)
     derived = _derived(results, getattr(_module(experiments_root / paper / "report.py"), "DERIVED", {}))
     results.runs = pd.concat([results.runs, *derived], ignore_index=True)
-    results.verdicts = claims_module.judge(claims, pd.concat([runs, *derived], ignore_index=True), scale, planned)
+    results.verdicts = judge(claims, pd.concat([runs, *derived], ignore_index=True), scale, planned)
     return results
 
 
@@ -194,7 +195,7 @@ def _claims(r: Results, stage: Path) -> list[str]:
         caption = r.caption([experiment]) if experiment else "published figures only; no run"
         shown = tables.show_claims(rows)
         name = f"claims_{experiment or 'page'}"
-        if set(rows["verdict"]) == {claims_module.NOT_RUN}:
+        if set(rows["verdict"]) == {NOT_RUN}:
             shown, caption = shown[["claim", "published", "verdict"]], f"scale {r.scale}; no run yet"
         lines += [f"### {title}\n", tables.write(stage / "tables", name, rows, shown, caption)]
     return lines

@@ -1,0 +1,41 @@
+"""Run identity: the hash of what decides a run's numbers. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+# Where a run is kept, what watches it and what it is called do not change its numbers.
+NOT_IDENTITY = ("scale", "experiment", "arm", "label", "runs", "device", "every", "probe", "logger", "plan")
+NOT_IDENTITY_DATA = ("name", "path", "root", "hub_id", "hub_config", "source", "part", "column", "cache", "tokenizer")
+
+
+def canonical(cfg: DictConfig, data_hash: dict[str, str]) -> dict[str, Any]:
+    """The part of the resolved config that decides a run's numbers, with the content of its data in place of paths."""
+    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    for key in NOT_IDENTITY:
+        plain.pop(key)
+    for key in NOT_IDENTITY_DATA:
+        plain["data"].pop(key)
+    # a setting that is null is one that the run does not have: a schema may grow without renaming every run
+    if plain["study"] is None:
+        plain.pop("study")
+    for group in ("model", "data", "optim", "train"):
+        plain[group] = {key: value for key, value in plain[group].items() if value is not None}
+    plain["data"]["content"] = dict(data_hash)
+    # a list, since the order in which the gradient meets them matters
+    plain["intervention"] = [[name, settings] for name, settings in plain["intervention"].items()]
+    return plain
+
+
+def run_id(cfg: DictConfig, data_hash: dict[str, str]) -> str:
+    """Run identity: 12 hex digits of the hash of `canonical`; asking twice for the same run continues the same run."""
+    return hash_of(canonical(cfg, data_hash))
+
+
+def hash_of(plain: dict[str, Any]) -> str:
+    text = json.dumps(plain, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
