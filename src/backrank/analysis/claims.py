@@ -31,9 +31,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from .verdicts import (
-    Published,
-)
+from .verdicts import Published
 
 NEEDS = {  # fields a kind cannot do without; "a|b" is one of them
     "value": ["experiment", "arm", "published_key|published"],

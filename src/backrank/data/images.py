@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from backrank.config import ConfigError
-from backrank.data.text import hub_splits, write_atomic
+from backrank.data.text import hub_splits, places, shards, write_atomic
 from backrank.data.tokens import Shuffled
 
 PAD = 4  # pixels of a crop's margin at a side of 32, in proportion at others
@@ -101,22 +101,20 @@ def _images(name: str, splits: dict[str, Split]) -> Images:
 @functools.lru_cache(maxsize=2)
 def _parquet(name, root, hub_id, hub_config, column, target, cache) -> Images:
     """Parquet shards `<split>.parquet` or `<split>-*.parquet` under `<root>/<name>` or `<root>`, else the hub's."""
-    base = Path(root or "data").expanduser()
-    looked = list(dict.fromkeys([base / name, base / name / (hub_config or ""), base])) if root else []
-    for folder in looked:
-        shards = {s: sorted([*folder.glob(f"{s}.parquet"), *folder.glob(f"{s}-*.parquet")]) for s in SPLITS}
-        if all(shards.values()):
+    for folder in places(name, root, hub_config):
+        found = {split: shards(folder, split) for split in SPLITS}
+        if all(found.values()):
             break
     else:
         made = Path(cache).expanduser() / f"hub-{name}"
-        shards = {split: [made / f"{split}.parquet"] for split in SPLITS}
-        if not all(paths[0].exists() for paths in shards.values()):
-            loaded = hub_splits(base / name, looked, hub_id, hub_config, column)
-            for split, paths in shards.items():
+        found = {split: [made / f"{split}.parquet"] for split in SPLITS}
+        if not all(paths[0].exists() for paths in found.values()):
+            loaded = hub_splits(name, root, hub_id, hub_config, column)
+            for split, paths in found.items():
                 made.mkdir(parents=True, exist_ok=True)
                 loaded[split].to_parquet(str(paths[0]))
     files = hashlib.sha256(f"{column} {target}".encode())
-    for paths in shards.values():
+    for paths in found.values():
         for path in paths:
             with open(path, "rb") as file:
                 files.update(hashlib.file_digest(file, "sha256").digest())
@@ -127,7 +125,7 @@ def _parquet(name, root, hub_id, hub_config, column, target, cache) -> Images:
         return Images(name, splits["train"], splits["test"], digest)
     except (OSError, ValueError):
         pass
-    images = _images(name, {split: _decode(paths, column, target) for split, paths in shards.items()})
+    images = _images(name, {split: _decode(paths, column, target) for split, paths in found.items()})
     for split, arrays in (("train", images.train), ("test", images.test)):
         for part, array in zip(("x", "y"), arrays, strict=True):
             buffer = io.BytesIO()

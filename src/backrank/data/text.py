@@ -101,14 +101,13 @@ def _path(path: str | None, column: str) -> dict[str, bytes]:
 
 def _hub(name: str, root: str | None, hub_id: str | None, config: str | None, column: str) -> dict[str, bytes]:
     """A prepared local folder if there is one (then nothing touches the network), else the `datasets` cache or hub."""
-    base = Path(root or "data").expanduser()
-    looked = [base / name, base / name / (config or ""), base] if root else []
+    looked = places(name, root, config)
     for folder in looked:
         found = _folder(folder, column, "data.root") if folder.is_dir() else {}
         if found:
             break
     else:
-        loaded = hub_splits(base / name, list(dict.fromkeys(looked)), hub_id, config, column)
+        loaded = hub_splits(name, root, hub_id, config, column)
         found = {s: _join(list(loaded[s][column])) for s in SPLITS if s in loaded}
     if set(found) == {"train"}:  # as web text is published
         return _cut(found["train"])
@@ -120,8 +119,20 @@ def _hub(name: str, root: str | None, hub_id: str | None, config: str | None, co
     return found
 
 
-def hub_splits(target: Path, looked: list[Path], hub_id: str | None, config: str | None, column: str) -> Any:
+def places(name: str, root: str | None, config: str | None) -> list[Path]:
+    """The local folders in which a data set of the hub is looked for, in order; none without a root."""
+    base = Path(root or "").expanduser()
+    return list(dict.fromkeys([base / name, base / name / (config or ""), base])) if root else []
+
+
+def shards(folder: Path, stem: str) -> list[Path]:
+    """`<stem>.parquet` and `<stem>-*.parquet` of a folder, in name order."""
+    return sorted([*folder.glob(f"{stem}.parquet"), *folder.glob(f"{stem}-*.parquet")])
+
+
+def hub_splits(name: str, root: str | None, hub_id: str | None, config: str | None, column: str) -> Any:
     """The `datasets` splits of a hub id. Raises ConfigError naming what was looked at and the command that fetches."""
+    looked, target = places(name, root, config), Path(root or "data").expanduser() / name
     where = f"no parquet or text files in {', '.join(map(str, looked))}" if looked else "data.root is not set"
     fetch = f"python -m backrank.data {hub_id} {config or '-'} {shlex.quote(str(target))}"
     remedy = f"Where there is a network, run: {fetch} ; then set data.root={target.parent}"
@@ -145,9 +156,8 @@ def _folder(folder: Path, column: str, key: str) -> dict[str, bytes]:
     found = {}
     for split in SPLITS:
         for stem in STEMS[split]:
-            shards = sorted([*folder.glob(f"{stem}.parquet"), *folder.glob(f"{stem}-*.parquet")])
-            if shards:
-                found[split] = _join([row for shard in shards for row in _parquet(shard, column, key)])
+            if paths := shards(folder, stem):
+                found[split] = _join([row for path in paths for row in _parquet(path, column, key)])
             elif (folder / f"{stem}.txt").is_file():
                 found[split] = _utf8(folder / f"{stem}.txt", key)
             if split in found:
