@@ -52,11 +52,24 @@ def build_task(cfg: DictConfig) -> tuple[Task, dict[str, str]]:
     return Task(backbone, head, interventions, cfg.train.loss), hashes
 
 
+def inherit(task: Task, parent: RunDir) -> dict[str, str]:
+    """Loads the weights of a finished run; returns the hash of what was loaded."""
+    state = parent.load()
+    try:
+        task.load_state_dict(state["task"])
+    except (RuntimeError, TypeError) as error:
+        problem = "has no weights" if state is None else f"has another shape ({str(error).splitlines()[-1].strip()})"
+        raise ConfigError("parent", parent.id, problem, "Name a run of the same model, vocabulary and head") from None
+    return {"parent": tensor_hash(state["task"])}
+
+
 def build(cfg: DictConfig, source: Any, rundir: RunDir, recorder: Recorder) -> tuple[Trainer, dict[str, Any]]:
     """The trainer of a run, and what its record says of the model, its parameters and its data order."""
     device = pick_device(cfg.device)
     torch.manual_seed(role_seed(cfg.seed, "training"))
     task, hashes = build_task(cfg)
+    if cfg.parent:
+        hashes = inherit(task, RunDir(rundir.root, cfg.parent))
     task.to(device)
     if cfg.train.channels_last:
         task.to(memory_format=torch.channels_last)

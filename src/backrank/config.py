@@ -86,7 +86,8 @@ class Data:
 
 @dataclass
 class Optim:
-    """Optimiser and schedule. lr is the peak rate; `warmup` in steps; cosine ends at `final` times the peak.
+    """Optimiser and schedule. lr is the peak rate; `warmup` in steps; cosine ends at `final` times the peak, as does
+    wsd, which is constant up to its last `cooldown` steps.
 
     `decay` lists the kinds of parameters that weight decay acts on: matrix, embedding, head, vector.
     """
@@ -101,6 +102,7 @@ class Optim:
     schedule: str = "cosine"
     warmup: int = 50
     final: float = 0.1
+    cooldown: int | None = None
     clip: float = 1.0
 
 
@@ -159,16 +161,23 @@ class Search:
 
 @dataclass
 class Plan:
-    """The arms of an experiment (name -> overrides), its seeds, and its search."""
+    """The arms of an experiment (name -> overrides), its seeds, and its search.
+
+    `parents` maps a pattern of arm names to the arm whose run of the same seed these start from.
+    """
 
     arms: dict[str, list[str]] = field(default_factory=dict)
+    parents: dict[str, str] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [1])
     search: Search = field(default_factory=Search)
 
 
 @dataclass
 class Config:
-    """A run. study: what is done instead of training, the name of a file in studies/ (null: training)."""
+    """A run. study: what is done instead of training, the name of a file in studies/ (null: training).
+
+    parent: the id of the finished run whose weights this one starts from, or that a study measures.
+    """
 
     scale: str = "laptop"
     experiment: str | None = None
@@ -178,6 +187,7 @@ class Config:
     device: str = "auto"
     runs: str = MISSING
     study: str | None = None
+    parent: str | None = None
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
@@ -210,7 +220,7 @@ CHOICES = {
     "model.attention": (None, "sdpa", "eager"),
     "data.source": tuple(SOURCES),
     "optim.name": ("adamw", "sgd", "muon"),
-    "optim.schedule": ("cosine", "constant"),
+    "optim.schedule": ("cosine", "constant", "wsd"),
     "train.loss": ("chunked", "plain", "torch", "liger"),
     "data.augment": (None, "flip", "crop", "crop_flip"),
     "train.amp": ("none", "bf16"),
@@ -327,6 +337,15 @@ def validate(cfg: DictConfig) -> None:
         )
     if cfg.optim.momentum >= 1:
         raise ConfigError("optim.momentum", cfg.optim.momentum, "is not below 1", "For example 0.9")
+    if (cfg.optim.cooldown is not None) != (cfg.optim.schedule == "wsd") or not (
+        cfg.optim.cooldown is None or 1 <= cfg.optim.cooldown <= cfg.train.steps
+    ):
+        raise ConfigError(
+            "optim.cooldown",
+            cfg.optim.cooldown,
+            f"does not go with optim.schedule={cfg.optim.schedule} and train.steps={cfg.train.steps}",
+            "wsd needs 1 to train.steps, the others null",
+        )
     if cfg.train.loss == "liger" and cfg.device == "cpu":
         raise ConfigError("train.loss", "liger", "needs a GPU", "Use train.loss=chunked")
     if len(cfg.optim.betas) != 2 or not all(0 <= b < 1 for b in cfg.optim.betas):

@@ -254,6 +254,7 @@ class Head(nn.Module):
     """A map from hidden states to logits by a V x D `weight`; `vocab` rows, of which the first `active` are targets."""
 
     weight: torch.Tensor
+    linear = True  # else the loss is that of `forward`, and the sites at hidden state and weight are not met
 
     def __init__(self, vocab, active=None):
         super().__init__()

@@ -21,8 +21,9 @@ def canonical(cfg: DictConfig, data_hash: dict[str, str]) -> dict[str, Any]:
     for key in NOT_IDENTITY_DATA:
         plain["data"].pop(key)
     # a setting that is null is one that the run does not have: a schema may grow without renaming every run
-    if plain["study"] is None:
-        plain.pop("study")
+    for key in ("study", "parent"):
+        if plain[key] is None:
+            plain.pop(key)
     for group in ("model", "data", "optim", "train"):
         plain[group] = {key: value for key, value in plain[group].items() if value is not None}
     plain["data"]["content"] = dict(data_hash)

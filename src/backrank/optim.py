@@ -90,10 +90,15 @@ class Muon:
 
 
 def lr_at(step: int, steps: int, cfg: DictConfig) -> float:
-    """Learning rate of the update number `step` (from 0) of `steps`: linear warm-up, then cosine to final * lr."""
+    """Learning rate of the update number `step` (from 0) of `steps`: linear warm-up, then cosine to final * lr.
+
+    wsd stays at lr until the last `cooldown` updates, which fall linearly to final * lr (warm-up, stable, decay).
+    """
     if step < cfg.warmup:
         return cfg.lr * (step + 1) / cfg.warmup
     if cfg.schedule == "constant":
         return cfg.lr
+    if cfg.schedule == "wsd":
+        return cfg.lr * (1 - (1 - cfg.final) * max(0.0, 1 - (steps - step - 1) / cfg.cooldown))
     progress = (step - cfg.warmup) / max(1, steps - cfg.warmup)
     return cfg.lr * (cfg.final + (1 - cfg.final) * 0.5 * (1 + math.cos(math.pi * progress)))

@@ -152,6 +152,48 @@ def tail_norm(s, k):
     return float(s[k]) if k < len(s) else 0.0
 
 
+# A tail of fewer values has no exponent worth the name: its relative error is 1 / sqrt(count).
+LEAST_TAIL = 10
+
+
+def tail_exponent(s, least=LEAST_TAIL):
+    """(alpha, values in the tail, KS distance) of a power law x^-alpha fitted to the largest eigenvalues x = sigma^2.
+
+    Clauset, Shalizi and Newman (2009): alpha = 1 + k / sum_{i <= k} ln(x_i / x_k), Hill's maximum-likelihood estimate
+    over the k largest values, with k (that is x_min) where the Kolmogorov-Smirnov distance to the fitted law is least.
+    k is at least `least`; singular values under 1e-6 sigma_1 are noise and left out. Scale-invariant. None where fewer
+    than `least` values are left or where they are all equal. The fit says nothing of whether the law is true: a
+    Marchenko-Pastur bulk, which ends, gives a large alpha.
+    """
+    s = torch.as_tensor(s, dtype=torch.float64)
+    logs = 2 * s[s > 1e-6 * s.max()].log().sort(descending=True).values if len(s) else s
+    sizes = torch.arange(1, len(logs) + 1, dtype=torch.float64, device=logs.device)
+    spread = logs.cumsum(0) - sizes * logs  # of a tail of k values, sum ln(x_i / x_k)
+    chosen = (sizes >= least) & (spread > 1e-12)
+    if not chosen.any():
+        return None
+    sizes, lowest, spread = sizes[chosen], logs[chosen], spread[chosen]
+    alpha = 1 + sizes / spread
+    # by tail (rows) and value: the fitted share above it, against the shares above it without and with itself
+    above = torch.exp((1 - alpha)[:, None] * (logs - lowest[:, None]))
+    position = torch.arange(len(logs), dtype=torch.float64, device=logs.device)
+    gaps = torch.maximum((above - position / sizes[:, None]).abs(), (above - (position + 1) / sizes[:, None]).abs())
+    distance = torch.where(position < sizes[:, None], gaps, 0.0).amax(1)
+    best = int(distance.argmin())
+    return float(alpha[best]), int(sizes[best]), float(distance[best])
+
+
+def gap_ratio(s, r):
+    """sigma_r / sigma_{r+1}, and the geometric mean of such ratios from r/2 to 2r, what a smooth fall would give there.
+
+    (None, None) where the spectrum ends before sigma_{r+1}, or sigma_{r+1} is under 1e-6 sigma_1.
+    """
+    if not 1 <= r < len(s) or not s[r] > 1e-6 * s[0]:
+        return None, None
+    low, high = (r + 1) // 2, min(2 * r, int((s > 1e-6 * s[0]).sum()) - 1)
+    return float(s[r - 1] / s[r]), float((s[low - 1] / s[high]) ** (1 / (high - low + 1)))
+
+
 def marchenko_pastur_erank(n, m):
     """Effective rank of an n x m matrix of independent equal-variance entries, for large sides.
 
@@ -161,17 +203,21 @@ def marchenko_pastur_erank(n, m):
     return small * math.exp(-small / large / 2)
 
 
-def spectrum_rows(matrices):
+def spectrum_rows(matrices, spectra=None):
     """One dict per entry of {name: weight}: layer, shape, zero, nonfinite_entries and the spectral values.
+
+    `spectra`: their singular values by name, where these are known already.
 
     erank, erank_sigma, participation, stable_rank are counts of dimensions; sigma_1 and frobenius in the weight's
     units. `nonfinite_entries` counts NaN and infinite entries; if there are any, every spectral value is None.
     """
     matrices = {name: as_matrix(weight) for name, weight in matrices.items()}
+    if spectra is None:
+        spectra = dict(zip(matrices, gram_spectrum(list(matrices.values()), matrices), strict=True))
     rows = []
-    for (name, W), s in zip(matrices.items(), gram_spectrum(list(matrices.values()), matrices), strict=True):
+    for name, W in matrices.items():
         nonfinite = int((~W.isfinite()).sum())
-        s = s.cpu()
+        s = spectra[name].cpu()
         values = {
             "erank": effective_rank,
             "erank_sigma": entropy_rank_sigma,

@@ -46,7 +46,10 @@ class Task(nn.Module):
             for intervention in reversed(self.interventions):
                 hidden_ND = intervention.hidden(hidden_ND)
                 weight_VD = intervention.weight(weight_VD)
-        total = resolve_loss(loss or self.loss_name)(hidden_ND, weight_VD, targets_N, denominator)
+        if self.head.linear:
+            total = resolve_loss(loss or self.loss_name)(hidden_ND, weight_VD, targets_N, denominator)
+        else:
+            total = F.cross_entropy(self.head(hidden_ND).float(), targets_N, reduction="sum") / denominator
         for term in (i.loss(at) for i in self.interventions if sites):
             total = total if term is None else total + term
         return total
@@ -74,7 +77,8 @@ class Task(nn.Module):
         sums = torch.zeros(4, dtype=torch.float64, device=weight.device)
         with self.evaluating():
             for x, y in batches:
-                logits = (self.hidden(x) @ weight.T).float()
+                hidden_ND = self.hidden(x)
+                logits = (hidden_ND @ weight.T if self.head.linear else self.head(hidden_ND)).float()
                 y_N = y.flatten()
                 # summed in float64: differences between arms are looked at to 1e-4 nats and below
                 sums[0] += F.cross_entropy(logits, y_N, reduction="none").double().sum()

@@ -40,6 +40,12 @@ LAYER_COLUMNS = [
     "c_data",
     "uniform",
     "directional",
+    "exponent",
+    "tail",
+    "ks",
+    "gap",
+    "gap_neighbours",
+    "gap_initial",
 ]
 
 

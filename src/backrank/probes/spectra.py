@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from omegaconf import DictConfig
 
@@ -15,13 +16,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def layer_rows(matrices: dict[str, dict[str, Tensor]], kind: str) -> Measured:
-    """Rows of layers.jsonl for {part: {layer: matrix}}; the metric is the plain mean over the block matrices."""
+def layer_rows(
+    matrices: dict[str, dict[str, Tensor]], kind: str, known: dict[str, dict[str, Tensor]] | None = None
+) -> Measured:
+    """Rows of layers.jsonl for {part: {layer: matrix}}; the metric is the plain mean over the block matrices.
+
+    known: {part: {layer: singular values}} of parts whose spectra are there already.
+    """
     from ..spectra import spectrum_rows
 
     rows: list[dict[str, Any]] = []
     for part, named in matrices.items():
-        rows += [{**row, "kind": kind, "part": part} for row in spectrum_rows(named)]
+        rows += [{**row, "kind": kind, "part": part} for row in spectrum_rows(named, (known or {}).get(part))]
     metrics = {f"rank/{row['layer']}/erank": row["erank"] for row in rows} if kind == "weight" else {}
     block = [row["erank"] for row in rows if row["part"] == "block"]
     metrics[f"rank/{kind}_mean"] = sum(block) / len(block) if block and None not in block else float("nan")
@@ -50,10 +56,13 @@ def parts(task: Any) -> dict[str, dict[str, Tensor]]:
 
 @dataclass
 class WeightSpectrum(Probe):
-    """Effective rank, its other definitions, sigma_1 and norms of every weight matrix (backward_bottleneck)."""
+    """Effective rank, its other definitions, sigma_1 and norms of every weight matrix (backward_bottleneck).
+
+    With the `sequences` of other probes it shares their snapshot, and so the spectra of the counted matrices.
+    """
 
     def measure(self, snapshot: Snapshot) -> Measured:
-        return layer_rows(parts(snapshot.task), "weight")
+        return layer_rows(parts(snapshot.task), "weight", {"block": block_spectra(snapshot)})
 
 
 @dataclass
@@ -142,6 +151,53 @@ def block_spectra(snapshot: Snapshot) -> dict[str, Tensor]:
         return {layer: s.cpu() for layer, s in zip(block, spectra, strict=True)}
 
     return snapshot.once("block_spectra", compute)
+
+
+@dataclass
+class SpectrumShape(Probe):
+    """Is the spectrum of a counted matrix heavy-tailed, and does it have a gap at r = ceil(r_out)?
+
+    exponent, tail, ks        power law of the eigenvalues of W W^T, fitted to the `tail` largest (spectra.tail_exponent)
+    gap, gap_neighbours       sigma_r / sigma_{r+1}, and what a smooth fall would give there (spectra.gap_ratio)
+    gap_initial               the initial weights' gap at this r; their exponent is the one of step 0
+
+    shape/<name>: the plain mean over the matrices that have such a value; shape/fitted and shape/gaps count them.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = WITH_MATRICES
+
+    every: int = 0
+
+    def measure(self, snapshot: Snapshot) -> Measured:
+        from ..spectra import gap_ratio, tail_exponent
+
+        spectra, rank, rows = block_spectra(snapshot), r_out(snapshot), []
+        if snapshot.step == 0:
+            self.state = {layer: s.clone() for layer, s in spectra.items()}
+        r = math.ceil(rank) if math.isfinite(rank) else 0
+        for layer, s in spectra.items():
+            first = self.state.get(layer, s.new_zeros(0))
+            fit = tail_exponent(s) or (None, None, None)
+            gap, neighbours = gap_ratio(s, r)
+            rows.append(
+                {
+                    "layer": layer,
+                    "kind": "shape",
+                    "part": "block",
+                    **dict(zip(("exponent", "tail", "ks"), fit, strict=True)),
+                    "gap": gap,
+                    "gap_neighbours": neighbours,
+                    "gap_initial": gap_ratio(first, r)[0],
+                    "index": r,
+                }
+            )
+
+        def found(name: str) -> list[float]:
+            return [row[name] for row in rows if row[name] is not None]
+
+        names = ("exponent", "ks", "gap", "gap_neighbours", "gap_initial")
+        metrics = {f"shape/{name}": sum(v) / len(v) if (v := found(name)) else math.nan for name in names}
+        return metrics | {"shape/fitted": len(found("exponent")), "shape/gaps": len(found("gap"))}, rows
 
 
 def uniform_error_spectrum(targets_N: Tensor, vocab: int) -> Tensor:
