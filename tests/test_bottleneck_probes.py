@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from backrank import spectra
 from backrank.config import CHOICES, ConfigError, make
 from backrank.optim import lr_at
 from backrank.probes import PROBES
 from backrank.probes.jacobians import residual_blocks
+from backrank.probes.spectra import layer_rows, parts
 from backrank.run import covers, watched, widen
 from backrank.theory.forgetting import forgetting
 from backrank.theory.spaces import backward_product
@@ -79,7 +81,7 @@ def test_looking_does_not_move_a_running_statistic(train):
     names = [name for name, cls in PROBES.items() if not cls.kinds or "resnet" in cls.kinds]
     looking = [f"probe=[{','.join(names)}]", *(f"probe.{name}.every=2" for name in names)]
     without, watched = train(*RESNET, runs="without"), train(*RESNET, *looking, runs="watched")
-    assert (without.code, watched.code) == (0, 0) and len({row["kind"] for row in watched.layers}) == 9
+    assert (without.code, watched.code) == (0, 0) and len({row["kind"] for row in watched.layers}) == 10
     assert any("running_var" in name for name in without.weights)
     assert all(torch.equal(watched.weights[name], w) for name, w in without.weights.items())
 
@@ -236,6 +238,66 @@ def test_tails_against_svdvals_with_the_rank_of_the_step_and_with_the_last_one(t
     last = [row["tau"] for row in built.recorder.layer_rows if row["kind"] == "tail" and row["step"] == 4]
     metrics = [row for row in built.recorder.rows if "tail/max" in row][-1]
     assert (metrics["tail/max"], metrics["tail/mean"]) == pytest.approx((max(last), np.mean(last)))
+
+
+# ------------------------------------------------------------------------------------------------- shape of the spectra
+
+
+def test_the_shape_of_the_spectra_at_both_ends(trainer):
+    built = trainer(*IMAGES, "model.kind=vit", "model.width=36", "model.patch=8", "probe=[spectrum_shape]",
+                    "optim.warmup=0", "optim.lr=0.03")  # fmt: skip
+    seen, measure_ = {}, built.probes[0].measure
+
+    def spy(snapshot):
+        values = {n: np.linalg.svd(W, compute_uv=False) for n, W in counted(built).items()}
+        seen[snapshot.step] = values, math.ceil(erank(numbers(built)[0]) - 1e-4)
+        return measure_(snapshot)
+
+    built.probes[0].measure, built.finish = spy, lambda: None
+    built.fit()
+    for step in (0, 4):
+        rows = {row["layer"]: row for row in built.recorder.layer_rows if row["step"] == step}
+        values, r = seen[step]
+        assert list(rows) == list(values) and 1 <= r < 10
+        for layer, s in values.items():
+            row, first = rows[layer], seen[0][0][layer]
+            if layer == "head.weight":  # ten values: all of them are the tail
+                assert row["tail"] == 10
+                assert row["exponent"] == pytest.approx(1 + 10 / (2 * np.log(s / s[9]).sum()), rel=1e-4)
+            low, high = -(-r // 2), min(2 * r, len(s) - 1)
+            assert (row["index"], row["gap"]) == (r, pytest.approx(s[r - 1] / s[r], rel=1e-5))
+            assert row["gap_neighbours"] == pytest.approx(
+                np.exp(-np.diff(np.log(s[low - 1 : high + 1])).mean()), rel=1e-5
+            )
+            assert row["gap_initial"] == pytest.approx(first[r - 1] / first[r], rel=1e-5)
+        metrics = next(row for row in built.recorder.rows if row["step"] == step and "shape/gap" in row)
+        for name in ("exponent", "ks", "gap", "gap_initial", "gap_neighbours"):
+            assert metrics[f"shape/{name}"] == pytest.approx(np.mean([row[name] for row in rows.values()]))
+        assert metrics["shape/fitted"] == metrics["shape/gaps"] == len(values)
+
+
+def test_what_ends_before_the_rank_has_neither_gap_nor_exponent(trainer):
+    metrics, rows = measure(trainer(*TWO_LAYER), "spectrum_shape")  # twenty hidden units, ten classes
+    assert [row["tail"] is None for row in rows] == [False, False] and metrics["shape/fitted"] == 2
+    metrics, rows = measure(trainer(), "spectrum_shape")  # width 8, r_out above it
+    assert metrics == {"shape/fitted": 0, "shape/gaps": 0} and rows[0]["gap"] is None is rows[0]["exponent"]
+
+
+@every_kind
+def test_spectra_shared_by_probes_are_the_ones_of_each_alone(trainer, kind, monkeypatch):
+    built, solved = trainer(*KINDS[kind]), []
+    monkeypatch.setattr(
+        spectra, "_eigen_solve", lambda gram, solve=spectra._eigen_solve: solved.append(1) or solve(gram)
+    )
+    alone = measure(built, "weight_spectrum")
+    apart = layer_rows(parts(built.task), "weight")
+    assert alone == apart
+    snapshot = built.snapshot(5, 8)
+    with built.task.evaluating():
+        probe_of(built, "tail_norms").measure(snapshot)
+        before = len(solved)
+        assert probe_of(built, "weight_spectrum").measure(snapshot) == alone
+    assert len(solved) - before <= len({min(W.shape) for W in parts(built.task)["other"].values()})
 
 
 # ------------------------------------------------------------------------------------------------------------- coupling

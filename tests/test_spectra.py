@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import nn
 from torchvision.models import VisionTransformer, resnet18
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
@@ -250,3 +251,70 @@ def test_gpt2_small_starts_at_the_published_rank():
 def test_random_matrices_follow_the_closed_form(shape):
     s = spectra.gram_spectrum(draw(*shape))
     assert spectra.effective_rank(s) == pytest.approx(spectra.marchenko_pastur_erank(*shape), rel=5e-3)
+
+
+# ------------------------------------------------------------------------------------------------- shape of a spectrum
+
+
+def pareto(count, alpha, seed=0):
+    """Singular values whose squares follow x^-alpha above 1: the inverse of the distribution on uniform draws."""
+    uniform = torch.rand(count, generator=generator(seed), dtype=torch.float64)
+    return (1 - uniform) ** (-0.5 / (alpha - 1))
+
+
+def plain_tail_exponent(s):
+    """Clauset's recipe, value by value, by scipy's Kolmogorov-Smirnov test."""
+    x = np.sort(np.asarray(s) ** 2)
+    found = []
+    for low in x[: len(x) - spectra.LEAST_TAIL + 1]:
+        tail = x[x >= low]
+        alpha = 1 + len(tail) / np.log(tail / low).sum()
+        distance = stats.kstest(tail, lambda v, low=low, alpha=alpha: 1 - (v / low) ** (1 - alpha)).statistic
+        found.append((distance, alpha, len(tail)))
+    distance, alpha, count = min(found)
+    return alpha, count, distance
+
+
+@pytest.mark.parametrize("alpha", [2.0, 3.0, 5.0])
+def test_the_exponent_of_a_drawn_power_law(alpha):
+    fits = [spectra.tail_exponent(pareto(800, alpha, seed)) for seed in range(8)]
+    mean = sum(fit[0] for fit in fits) / 8
+    assert mean == pytest.approx(alpha, abs=4 * (alpha - 1) / (8 * 500) ** 0.5)  # k of about 500
+    assert all(distance < 0.05 for _, _, distance in fits)
+
+
+def test_the_fit_is_the_papers_recipe():
+    bulk = torch.rand(60, generator=generator(1), dtype=torch.float64)
+    for s in (pareto(100, 3.0), torch.cat([pareto(40, 2.5), bulk]), spectra.gram_spectrum(draw(50, 80))):
+        fit = spectra.tail_exponent(s)
+        assert fit == pytest.approx(plain_tail_exponent(s), rel=1e-9)
+        for factor in (1e-9, 1e9):
+            assert spectra.tail_exponent(factor * s) == pytest.approx(fit, rel=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (128, 512), (384, 384)])
+def test_a_random_matrix_has_no_heavy_tail(shape):
+    _, _, distance = spectra.tail_exponent(spectra.gram_spectrum(draw(*shape)))
+    assert distance > 0.08
+    law = pareto(shape[0], 3.0)
+    assert spectra.tail_exponent(law)[2] < distance
+
+
+def test_a_spectrum_without_a_tail_has_no_exponent():
+    for s in (torch.zeros(40), torch.ones(40), torch.full((40,), math.nan), pareto(9, 2.0), torch.zeros(0)):
+        assert spectra.tail_exponent(s) is None
+    noise = torch.cat([pareto(30, 3.0), torch.full((50,), 1e-9)])
+    assert spectra.tail_exponent(noise) == spectra.tail_exponent(noise[:30])
+
+
+def test_gap_ratios():
+    s = 0.5 ** torch.arange(10, dtype=torch.float64)
+    assert spectra.gap_ratio(s, 4) == pytest.approx((2.0, 2.0))
+    s[4:] /= 8  # a gap behind the fourth
+    gap, neighbours = spectra.gap_ratio(s, 4)
+    assert (gap, neighbours) == pytest.approx((16.0, 2.0 * 8 ** (1 / 7)))  # ratios 2 to 8
+    assert spectra.gap_ratio(s, 9) == pytest.approx((2.0, 2.0)) and spectra.gap_ratio(s, 1) == pytest.approx((2.0, 2.0))
+    for r in (0, 10, 11):
+        assert spectra.gap_ratio(s, r) == (None, None)
+    s[9] = 1e-12
+    assert spectra.gap_ratio(s, 9) == (None, None) and spectra.gap_ratio(s, 7)[1] == pytest.approx(2.0 * 8**0.2)

@@ -162,8 +162,8 @@ def tail_exponent(s, least=LEAST_TAIL):
     Clauset, Shalizi and Newman (2009): alpha = 1 + k / sum_{i <= k} ln(x_i / x_k), Hill's maximum-likelihood estimate
     over the k largest values, with k (that is x_min) where the Kolmogorov-Smirnov distance to the fitted law is least.
     k is at least `least`; singular values under 1e-6 sigma_1 are noise and left out. Scale-invariant. None where fewer
-    than `least` values are left or where they are all equal. The fit says nothing of whether the law is true: a
-    Marchenko-Pastur bulk, which ends, gives a large alpha.
+    than `least` values are left or where they are all equal. An exponent alone does not make a law: a random matrix,
+    whose spectrum ends, has one too, of 2.5 to 40, with a distance over 0.1 (300 drawn values of a true law: 0.03).
     """
     s = torch.as_tensor(s, dtype=torch.float64)
     logs = 2 * s[s > 1e-6 * s.max()].log().sort(descending=True).values if len(s) else s

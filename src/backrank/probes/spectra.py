@@ -157,11 +157,12 @@ def block_spectra(snapshot: Snapshot) -> dict[str, Tensor]:
 class SpectrumShape(Probe):
     """Is the spectrum of a counted matrix heavy-tailed, and does it have a gap at r = ceil(r_out)?
 
-    exponent, tail, ks        power law of the eigenvalues of W W^T, fitted to the `tail` largest (spectra.tail_exponent)
+    exponent, tail, ks        power law fitted to the `tail` largest eigenvalues of W W^T (spectra.tail_exponent)
     gap, gap_neighbours       sigma_r / sigma_{r+1}, and what a smooth fall would give there (spectra.gap_ratio)
     gap_initial               the initial weights' gap at this r; their exponent is the one of step 0
 
-    shape/<name>: the plain mean over the matrices that have such a value; shape/fitted and shape/gaps count them.
+    shape/<name>: the plain mean over the matrices that have such a value (left out where none has); shape/fitted and
+    shape/gaps count them.
     """
 
     kinds: ClassVar[tuple[str, ...]] = WITH_MATRICES
@@ -196,7 +197,7 @@ class SpectrumShape(Probe):
             return [row[name] for row in rows if row[name] is not None]
 
         names = ("exponent", "ks", "gap", "gap_neighbours", "gap_initial")
-        metrics = {f"shape/{name}": sum(v) / len(v) if (v := found(name)) else math.nan for name in names}
+        metrics = {f"shape/{name}": sum(v) / len(v) for name in names if (v := found(name))}
         return metrics | {"shape/fitted": len(found("exponent")), "shape/gaps": len(found("gap"))}, rows
 
 
