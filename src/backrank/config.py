@@ -11,6 +11,7 @@ import difflib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,11 @@ class Config:
     probe: dict[str, Any] = field(default_factory=dict)
     logger: Logger = field(default_factory=Logger)
     plan: Plan = field(default_factory=Plan)
+
+
+def parent_arm(plan: DictConfig, arm: str | None) -> str | None:
+    """The arm whose runs those of `arm` start from, if any: of the first pattern that fits."""
+    return next((leader for pattern, leader in plan.parents.items() if arm and fnmatch(arm, pattern)), None)
 
 
 # ----------------------------------------------------------------------------------------------------- validation

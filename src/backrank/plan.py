@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from . import data
 from .compose import compose, compose_plan, key_of, no_arm
-from .config import CONFIGS, ConfigError, nearest, validate
+from .config import CONFIGS, ConfigError, nearest, parent_arm, validate
 from .identity import canonical, hash_of
 from .run import settle_paths
 
@@ -37,6 +37,7 @@ class Job:
     overrides: tuple[str, ...]
     settings: tuple[tuple[str, float], ...] = ()
     point: str = ""  # of a sweep typed on the command line
+    parent: str = ""  # the run that has to be there first
 
     def __str__(self) -> str:
         values = " ".join(f"{key.split('.')[-1]}={value:g}" for key, value in self.settings)
@@ -113,6 +114,10 @@ class Study:
                 raise ConfigError(f"plan.search.arms.{pattern}", own, problem, "Give it grids")
             if planned and not any(fnmatch(arm, pattern) for arm in planned):
                 raise ConfigError("plan.search.arms", pattern, "fits no arm", nearest(pattern, planned))
+        for pattern, leader in self.plan.parents.items():
+            if leader not in planned or fnmatch(leader, pattern) or not any(fnmatch(arm, pattern) for arm in planned):
+                problem = "fits no arm, or names none, or itself"
+                raise ConfigError(f"plan.parents.{pattern}", leader, problem, nearest(leader, planned))
         self.arms = list(dict.fromkeys(arms or planned or [""]))  # without a plan: the config itself, no arm
         self.seeds = list(dict.fromkeys(int(s) for s in (seeds or self.plan.seeds)))
         if not self.seeds:
@@ -121,6 +126,7 @@ class Study:
         self._configs: dict[str, tuple[DictConfig, dict[str, str]]] = {}
         self._canonical: dict[str, dict[str, Any]] = {}
         self._ids: dict[tuple[Any, ...], str] = {}
+        self._parents: dict[tuple[str, int], str] = {}  # (arm, seed) -> run, as soon as it has a name
 
     def pick(self, arm: str) -> list[str]:
         return [f"arm={arm}"] if arm else []
@@ -146,12 +152,12 @@ class Study:
         return self._configs[arm]
 
     def job(self, arm: str, seed: int, stage: str, settings: dict[str, float]) -> Job:
-        key = (arm, seed, *sorted(settings.items()))
+        key, parent = (arm, seed, *sorted(settings.items())), self._parents.get((arm, seed), "")
         if key not in self._ids:
             if arm not in self._canonical:
                 self._canonical[arm] = canonical(*self.config(arm))
             plain = copy.deepcopy(self._canonical[arm])
-            plain["seed"] = seed
+            plain |= {"seed": seed, **({"parent": parent} if parent else {})}
             for name, value in settings.items():
                 *parents, last = name.split(".")
                 node = plain
@@ -159,8 +165,9 @@ class Study:
                     node = dict(node)[parent]  # interventions are a list of (name, settings)
                 node[last] = value
             self._ids[key] = hash_of(plain)
-        overrides = (*self.common, *self.pick(arm), f"seed={seed}", *(f"{k}={v!r}" for k, v in settings.items()))
-        return Job(self.name, arm, seed, stage, self._ids[key], overrides, tuple(settings.items()), self.point)
+        overrides = (*self.common, *self.pick(arm), f"seed={seed}", *([f"parent={parent}"] if parent else []),
+                     *(f"{k}={v!r}" for k, v in settings.items()))  # fmt: skip
+        return Job(self.name, arm, seed, stage, self._ids[key], overrides, tuple(settings.items()), self.point, parent)
 
     def own(self, arm: str) -> dict[str, Any] | None:
         """What the plan says of this arm's search alone: of the first pattern that fits."""
@@ -178,6 +185,8 @@ class Study:
     def progress(self, losses: Losses, failed: Callable[[str], bool] = lambda _: False) -> Progress:
         out = Progress()
         for arm in self.arms:
+            if (leader := parent_arm(self.plan, arm)) and not self._adopt(leader, arm, losses, failed, out):
+                continue
             best, unnamed = self._search(arm, losses, failed, out)
             if best is None:
                 out.unnamed += unnamed
@@ -185,6 +194,28 @@ class Study:
             known = {job.id for job in out.jobs}
             out.jobs += [j for s in self.seeds if (j := self.job(arm, s, "final", best)).id not in known]
         return out
+
+    def _adopt(self, leader: str, arm: str, losses: Losses, failed: Callable[[str], bool], out: Progress) -> bool:
+        """Names the runs that an arm's start from, and adds them; False while the leader's search is open."""
+        apart = Progress()
+        if (older := parent_arm(self.plan, leader)) and not self._adopt(older, leader, losses, failed, apart):
+            out.unnamed += len(self.seeds)
+            return False
+        best, _ = self._search(leader, losses, failed, apart)
+        known = {job.id for job in out.jobs}
+        out.jobs += [job for job in apart.jobs if leader not in self.arms and job.id not in known]
+        if best is None:
+            out.unnamed += len(self.seeds)
+            out.blocked += [arm] * bool(apart.blocked)
+            return False
+        for seed in {*self.seeds, *([self.plan.search.seed] if self.grids(arm) else [])}:
+            job = self.job(leader, seed, "final", best)
+            self._parents[arm, seed] = job.id
+            if job.id not in {known.id for known in out.jobs}:
+                out.jobs.append(job)
+            if failed(job.id) and arm not in out.blocked:
+                out.blocked.append(arm)
+        return True
 
     def _search(self, arm: str, losses: Losses, failed: Callable[[str], bool], out: Progress):
         """Adds the arm's search runs and its choice; returns the best settings, or None and how many runs must wait."""

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from . import data
 from .compose import compose_run, quote_text
-from .config import CONFIGS, ROOT, ConfigError, validate
+from .config import CONFIGS, ROOT, ConfigError, parent_arm, validate
 from .identity import run_id
 from .mirror import WandbMirror
 from .recorder import Recorder, atomic_write, disk, read_rows
@@ -103,6 +103,15 @@ def widen(cfg: DictConfig, have: dict[str, Any]) -> None:
             cfg.probe[name].every = math.gcd(cfg.probe[name].every, settings["every"])
 
 
+def check_parent(cfg: DictConfig) -> None:
+    """Raises ConfigError unless the run that this one starts from is named, where its plan asks for one, and there."""
+    if cfg.parent is None and (leader := parent_arm(cfg.plan, cfg.arm)):
+        problem = f"arm {cfg.arm} starts from a run of arm {leader}"
+        raise ConfigError("parent", None, problem, "Run it with -m, which runs that first, or name it: parent=<run id>")
+    if cfg.parent is not None and not RunDir(runs_root(cfg), cfg.parent).done:
+        raise ConfigError("parent", cfg.parent, f"is no finished run in {runs_root(cfg)}", "Name one that is")
+
+
 def adopt(cfg: DictConfig, rundir: RunDir) -> None:
     """Gives a config the probes and cadences of a record that is to be continued, in the order of its config.yaml."""
     path = rundir.path / "config.yaml"
@@ -137,6 +146,7 @@ def run_one(cfg: DictConfig, fresh: bool = False, also: Sequence[dict[str, Any]]
     is written to the run's own log and failed.json, and raised.
     """
     identity, hashes = identify(cfg)
+    check_parent(cfg)
     for other in also:
         widen(cfg, other)
     rundir = RunDir(runs_root(cfg), identity)
@@ -190,6 +200,7 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
             {
                 **provenance(),
                 **record,
+                "parent": cfg.parent,
                 "id": rundir.id,
                 "code_hash": code,
                 "data": cfg.data.name,

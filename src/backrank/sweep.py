@@ -48,6 +48,7 @@ class Sweep:
         self.ran: dict[str, float] = {}  # id -> wall seconds in this call
         self.skipped: set[str] = set()
         self.seen: set[tuple[int, str]] = set()  # (study, id): settled or executed for it in this call
+        self.needed: set[str] = set()  # runs that unfinished ones start from
         self.stopping = False
         self.error: BaseException | None = None
         self._losses: dict[str, dict[str, float]] = {}
@@ -71,8 +72,11 @@ class Sweep:
         What is done already is counted on the way.
         """
         plans = self.progress()
+        self.needed = {j.parent for p in plans for j in p.jobs if j.parent and not RunDir(self.root, j.id).done}
         for n, (study, progress) in enumerate(zip(self.studies, plans, strict=True)):
             for job in progress.jobs:
+                if job.parent and not RunDir(self.root, job.parent).done:
+                    continue
                 if job.id in self.running | self.held or job.id in self.failed or (n, job.id) in self.seen:
                     continue
                 if self.settled(study, job):
@@ -90,7 +94,7 @@ class Sweep:
         if rundir.done:
             return is_current(rundir, cfg, self.fresh)
         if job.id in self.committed:
-            return True
+            return job.id not in self.needed  # its weights are
         known = self.losses(job.id)
         return job.stage == "search" and known is not None and not self.fresh
 
