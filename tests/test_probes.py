@@ -149,7 +149,7 @@ def test_through_sites_measures_the_gradient_that_training_uses(trainer, name, s
     for row in through:
         G = built.task.get_parameter(row["layer"]).grad.double().numpy()
         assert row["frobenius"] == pytest.approx(np.linalg.norm(G), rel=1e-5)
-        assert row["erank"] == pytest.approx(erank(G), rel=1e-4)
+        assert row["erank"] == (pytest.approx(erank(G), rel=1e-4) if G.any() else 0)
     pairs = zip(past, through, strict=True)
     changed = {a["layer"] for a, b in pairs if b["erank"] != pytest.approx(a["erank"], rel=1e-3)}
     if settings.get("matrix") == "frequent_directions":  # a sketch is empty before the first update
