@@ -5,10 +5,10 @@ import re
 import shutil
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from backrank import data
-from backrank.compose import compose, compose_run, parse, quote_text
+from backrank.compose import compose, compose_run, from_files, from_kept, parse, quote_text
 from backrank.config import CONFIGS, SCALES, Config, ConfigError, validate
 from backrank.identity import canonical, run_id
 from backrank.interventions import INTERVENTIONS
@@ -69,6 +69,37 @@ def test_a_wrong_key_in_any_config_file_is_refused(path, tmp_path, monkeypatch):
     copy.write_text(copy.read_text() + "\nwidht: 3\n")
     with pytest.raises(ConfigError, match="widht"):
         compose(overrides)
+
+
+@pytest.mark.parametrize("experiment", experiments())
+def test_what_is_kept_of_the_files_gives_what_hydra_composes(experiment):
+    common = [f"experiment={experiment}", "scale=smoke"]
+    arm, own = list(compose(common).plan.arms.items())[-1]
+    more = ["seed=7", "optim=sgd", "+plan.search.grids.x=[0.1,1]", "optim.betas=[0,.5]", "optim.lr=1e-3"]
+    overrides = quote_text([*own, *common, f"arm={arm}", *more, "label=a, b"])
+    kept, composed = from_kept(overrides), from_files(overrides)
+    assert kept == composed and OmegaConf.to_yaml(kept) == OmegaConf.to_yaml(composed)
+    assert list(every_node(kept)) == list(every_node(composed))
+    kept.optim.lr, kept.plan.seeds = 0.5, [5]  # no one's config is another's
+    assert from_kept(overrides) == composed
+
+
+def every_node(node):
+    """Type, declared type and flags of a config and of all below it."""
+    meta = node._metadata
+    yield meta.key, type(node), meta.ref_type, meta.object_type, meta.optional, meta.flags
+    if isinstance(node, DictConfig | ListConfig) and not node._is_none():
+        inner = node._content.values() if isinstance(node, DictConfig) else node._content
+        for child in inner:
+            assert child._get_parent() is node
+            yield from every_node(child)
+    else:
+        yield node._value()
+
+
+@pytest.mark.parametrize("odd", ["seed=1,2", "hydra.run.dir=x", "optim={lr:1.0}"])
+def test_what_only_hydra_itself_can_do_is_left_to_it(odd):
+    assert from_kept([odd]) is None
 
 
 def test_scales_are_the_files_there_are():

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import pickle
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -23,6 +27,7 @@ ConfigStore.instance().store(name="schema", node=Config)
 TEXT_KEYS = ("label",)  # whatever is typed is the text
 # text too, of which a comma makes a sweep
 NAME_KEYS = ("runs", "data.path", "data.root", "data.cache", "data.tokenizer", "logger.project", "logger.entity")
+PLUGINS = ("intervention", "probe")  # groups whose choices are classes, not files
 QUOTED = re.compile(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""")
 
 
@@ -48,12 +53,46 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 
     overrides = quote_text(overrides)
     try:
-        if GlobalHydra.instance().is_initialized():
-            return hydra.compose("run", overrides=list(overrides))
-        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return hydra.compose("run", overrides=list(overrides))
+        return from_kept(overrides) or from_files(overrides)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise explain(error, overrides) from error
+
+
+def from_files(overrides: Sequence[str]) -> DictConfig:
+    if GlobalHydra.instance().is_initialized():
+        return hydra.compose("run", overrides=list(overrides))
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return hydra.compose("run", overrides=list(overrides))
+
+
+def from_kept(overrides: Sequence[str]) -> DictConfig | None:
+    """What `from_files` gives, in a fiftieth of the time; None for what only that can do.
+
+    Hydra merges the files that are chosen, then sets the keys that are typed. What it merged is kept for as long as the
+    files stay as they are.
+    """
+    given = [parsed(o) for o in overrides]
+    if any(o.is_sweep_override() or o.key_or_group.startswith("hydra") for o in given):
+        return None
+    choices = [o for o in given if o.package or (CONFIGS / o.key_or_group).is_dir() or o.key_or_group in PLUGINS]
+    if any(isinstance(o.value(), dict) for o in choices):  # keys, whatever they are called
+        return None
+    hydras = GlobalHydra.instance()
+    files = str(hydras.config_loader().get_search_path()) if hydras.is_initialized() else "", CONFIGS
+    stats = tuple((p, s.st_mtime_ns, s.st_size) for p in CONFIGS.rglob("*.yaml") for s in [p.stat()])
+    cfg = pickle.loads(merged(tuple(o.input_line or "" for o in choices), files, stats))  # of its own, as a copy is
+    ConfigLoaderImpl._apply_overrides_to_config([o for o in given if o not in choices], cfg)
+    return cfg
+
+
+@functools.lru_cache(maxsize=256)
+def merged(choices: tuple[str, ...], *files: Any) -> bytes:
+    return pickle.dumps(from_files(choices))
+
+
+@functools.lru_cache(maxsize=4096)
+def parsed(override: str) -> Override:
+    return OverridesParser.create().parse_overrides([override])[0]
 
 
 def compose_plan(overrides: Sequence[str]) -> DictConfig:
@@ -125,7 +164,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
             if listed.is_dir()
             else []
         )
-        options += [n[:-5] for n in ConfigStore.instance().list(group)] if group in ("intervention", "probe") else []
+        options += [n[:-5] for n in ConfigStore.instance().list(group)] if group in PLUGINS else []
         return ConfigError(group, name or missing, "does not exist", nearest(name, options))
     key = named or full
     value = given.get(key, "")
