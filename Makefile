@@ -29,7 +29,7 @@ $(VENV)/installed: pyproject.toml
 install: $(VENV)/installed  ## Everything into .venv, from pyproject.toml
 
 test: $(VENV)/installed  ## All tests (no GPU, no network; tests on real data need BACKRANK_DATA)
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 lint: $(VENV)/installed  ## Style and simple faults
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

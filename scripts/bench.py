@@ -1,12 +1,15 @@
 """Timings as ratios within one run, medians of interleaved segments: python scripts/bench.py [results/bench].
 
 Both sides of a ratio take turns, so that a noisy machine slows them alike. Run it on an otherwise idle machine.
+WeightWatcher is compared where it is installed: pip install --no-deps weightwatcher powerlaw mpmath
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
+import itertools
 import os
 import platform
 import shutil
@@ -31,15 +34,31 @@ from backrank.compose import compose_run
 from backrank.config import ROOT
 from backrank.head import chunked_loss, head_gradient_stats
 from backrank.optim import lr_at
+from backrank.probes.spectra import parts
 from backrank.recorder import Recorder, atomic_write
 from backrank.run import settle_paths
 from backrank.rundir import RunDir
 from backrank.seeding import role_seed
+from backrank.spectra import gram_spectrum
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 SIZES = {"byte": 40, "subword": 6}  # steps in a segment
 ROUNDS = 15
 ROUTES = "experiment=causal_test/auxiliary_routes"
+BOTTLENECK = "experiment=backward_bottleneck"
+# whose measuring is timed, at the cadence of the experiment: what it is -> overrides
+MEASURED = {
+    "ResNet, laptop": [f"{BOTTLENECK}/resnet18_weight_decay", "scale=laptop"],
+    "vision transformer, laptop": [f"{BOTTLENECK}/vit_weight_decay", "scale=laptop"],
+    "GPT-2, laptop": [f"{BOTTLENECK}/gpt2_weight_decay", "scale=laptop"],
+    "toy decoder, laptop and paper": [f"{BOTTLENECK}/toy_shift", "scale=laptop"],
+    "network of the proof, laptop and paper": [f"{BOTTLENECK}/two_layer", "scale=laptop"],
+    "SpamLang's embedding and head, laptop": ["experiment=causal_test/spamlang", "arm=draws_2", "scale=laptop"],
+    # the published sizes on digits, whose pixels are enlarged to 32 x 32, or on the default text
+    "ResNet-18": [f"{BOTTLENECK}/resnet18_weight_decay", "scale=paper", "data=digits", "data.size=32"],
+    "ViT-S": [f"{BOTTLENECK}/vit_weight_decay", "scale=paper", "data=digits", "data.size=32"],
+    "GPT-2-small": [f"{BOTTLENECK}/gpt2_weight_decay", "scale=paper", "data=stdlib", "data.tokenizer=bytes"],
+}
 
 
 def config(size: str, *overrides: str):
@@ -139,19 +158,64 @@ def explicit_lost(H, W, y) -> float:
     return float((G - (G @ Q) @ Q.T).norm() / G.norm())
 
 
-def probe_overhead(size: str, folder: Path, step_s: float, steps: int) -> float:
-    """1 + seconds of all probes over a run at the default cadence / seconds of its steps."""
-    side = Trained(config(size), folder)
-    side(2)
-    trainer = side.trainer
+def probe_overhead(cfg, folder: Path, rounds: int = 3) -> tuple[float, str]:
+    """1 + seconds of all probes over a run at its cadence / seconds of its steps, and how both were found."""
+    total = cfg.train.steps
+    cfg.every.eval = cfg.every.checkpoint = 0
+    settle_paths(cfg)
+    side = Trained(cfg, folder)
+    trainer, due = side.trainer, list(side.trainer.probes)
+    kept = {probe.name(): probe.measure for probe in due}
+    seconds = dict.fromkeys(kept, 0.0)
 
-    def observe(step: int) -> None:
-        trainer.step, trainer.steps = step, steps
+    def timed(name: str, snapshot: object) -> object:
+        tick = time.perf_counter()
+        try:
+            return kept[name](snapshot)
+        finally:
+            seconds[name] += time.perf_counter() - tick
+
+    step_s = min(race(partial(side, 1), rounds=rounds + 2))
+    for probe in due:
+        probe.due = lambda step, steps: True
+        probe.measure = partial(timed, probe.name())
+    trainer.step, trainer.steps = 0, total
+    trainer.observe()  # once for what is done once
+    seconds.update(dict.fromkeys(seconds, 0.0))
+    for _ in range(rounds):
         trainer.observe()
+    events = {p.name(): (total // p.every if p.every else 1) + 1 for p in due}
+    measuring = sum(events[name] * s / rounds for name, s in seconds.items())
+    detail = f"{step_s * 1e3:.0f} ms a step; {measuring:.1f} s of measuring in {total * step_s:.0f} s of steps"
+    return 1 + measuring / (total * step_s), detail
 
-    observe(0)
-    ends, middle = race(partial(observe, 0), partial(observe, 100), rounds=5)
-    return 1 + (2 * ends + (steps // 100 - 1) * middle) / (steps * step_s)
+
+def spectra_rows(row: Callable) -> None:
+    """Singular values of GPT-2-small's 48 block matrices, a block after another: ours, torch's and WeightWatcher's."""
+    model = build_task(compose_run(["model=gpt2_small", "train.steps=1", "optim.lr=1"]))[0]
+    named = list(parts(model)["block"].items())
+    blocks = [named[i : i + 4] for i in range(0, len(named), 4)]
+
+    def each(of: Callable[[list], object]) -> Callable[[], object]:
+        turn = itertools.cycle(blocks)
+        return lambda: of(next(turn))
+
+    sides = {
+        "ours": each(lambda block: gram_spectrum([W for _, W in block])),
+        "float64 svdvals": each(lambda block: [torch.linalg.svdvals(W.double()) for _, W in block]),
+    }
+    if importlib.util.find_spec("weightwatcher"):
+        from weightwatcher import WeightWatcher
+
+        watcher = WeightWatcher(model=model.backbone.model)
+        known = watcher.describe()
+        ids = {f"backbone.model.{long}.weight": int(i) for i, long in zip(known.layer_id, known.longname, strict=True)}
+        sides["WeightWatcher's get_ESD"] = each(lambda block: [watcher.get_ESD(layer=ids[name]) for name, _ in block])
+    ours, *others = (len(blocks) * t for t in race(*sides.values(), rounds=len(blocks)))
+    for name, seconds in zip(list(sides)[1:], others, strict=True):
+        bound, met = (">= 3", seconds / ours >= 3) if "svdvals" in name else ("", None)
+        row(f"{name} / ours, spectra of GPT-2-small's 48 block matrices", seconds / ours, bound, met,
+            f"{seconds:.1f} against {ours:.1f} s")  # fmt: skip
 
 
 def sweep_seconds(jobs: int, threads: int, folder: Path) -> float:
@@ -228,15 +292,11 @@ def main() -> None:
         for arm, with_it in zip(arms[1:], routes, strict=True):
             row(f"route {arm} / none, byte step", with_it / backprop, "", None,
                 f"{with_it * 1e3:.1f} against {backprop * 1e3:.1f} ms a step")  # fmt: skip
-        for size, steps in (("byte", 600), ("subword", 1200)):
-            ratio = probe_overhead(size, folder, step_s[size], steps)
-            row(
-                f"run with probes / without, {size}, default cadence",
-                ratio,
-                "<= 1.05",
-                ratio <= 1.05,
-                f"{steps} steps, all five probes",
-            )
+        measured = {size: config(size, f"train.steps={steps}") for size, steps in (("byte", 600), ("subword", 1200))}
+        for what, cfg in (measured | {what: compose_run(given) for what, given in MEASURED.items()}).items():
+            ratio, detail = probe_overhead(cfg, folder, 1 if "small" in what else 3)
+            row(f"run with probes / without, {what}", ratio, "<= 1.05", ratio <= 1.05, detail)
+        spectra_rows(row)
         torch.manual_seed(0)
         H, W = torch.randn(1024, 96, dtype=torch.float64), torch.randn(8192, 96, dtype=torch.float64) * 0.1
         y = torch.randint(8192, (1024,))

@@ -7,6 +7,7 @@ or is shared by several machines, goes on from the run folders alone. Imports no
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -171,12 +172,15 @@ class Study:
 
     def own(self, arm: str) -> dict[str, Any] | None:
         """What the plan says of this arm's search alone: of the first pattern that fits."""
-        arms = OmegaConf.to_container(self.plan.search.arms, resolve=True)
-        return next((own for pattern, own in arms.items() if fnmatch(arm, pattern)), None)
+        return next((own for pattern, own in self._searches["arms"].items() if fnmatch(arm, pattern)), None)
+
+    @functools.cached_property
+    def _searches(self) -> dict[str, Any]:
+        return OmegaConf.to_container(self.plan.search, resolve=True)  # type: ignore[return-value]
 
     def grids(self, arm: str) -> dict[str, list[float]]:
         """The grids of the first pattern that fits the arm, else the common ones; without keys that were typed."""
-        own = (self.own(arm) or OmegaConf.to_container(self.plan.search, resolve=True)).get("grids", {})
+        own = (self.own(arm) or self._searches).get("grids", {})
         try:
             return {key: sorted({float(v) for v in values}) for key, values in own.items() if key not in self.fixed}
         except (TypeError, ValueError) as error:

@@ -229,6 +229,12 @@ def git(*args: str) -> str:
         return ""
 
 
+@functools.cache
+def _git_state() -> tuple[str, str]:
+    """Commit and uncommitted changes when this process first asked: of the code that it has loaded."""
+    return git("rev-parse", "HEAD"), git("diff", "HEAD", "--", "src", "configs")
+
+
 def provenance() -> dict[str, Any]:
     """Where a run comes from: git state, versions, machine, command."""
     versions = {"python": platform.python_version()}
@@ -237,9 +243,9 @@ def provenance() -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = ""
-    diff = git("diff", "HEAD", "--", "src", "configs")
+    sha, diff = _git_state()
     return {
-        "git_sha": git("rev-parse", "HEAD"),
+        "git_sha": sha,
         "dirty": bool(diff),
         "diff": diff[:200_000],
         "versions": versions,

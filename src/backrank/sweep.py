@@ -192,9 +192,12 @@ class Sweep:
     def say(self, job: Job, what: str) -> None:
         """One line a run: what became of it, and how the whole sweep stands."""
         total, done, seconds = 0, 0, 0.0
-        costs = {name: [self.ran[i] for i in ids if self.ran.get(i)] for name, ids in self.by_experiment().items()}
+        plans = self.progress()
+        costs: dict[str, list[float]] = {}
+        for study, progress in zip(self.studies, plans, strict=True):
+            costs.setdefault(study.name, []).extend(self.ran[j.id] for j in progress.jobs if self.ran.get(j.id))
         overall = [c for of in costs.values() for c in of]
-        for study, progress in zip(self.studies, self.progress(), strict=True):
+        for study, progress in zip(self.studies, plans, strict=True):
             finished = sum(self.losses(j.id) is not None and j.id not in self.failed for j in progress.jobs)
             left = len(progress.jobs) + progress.unnamed - finished - sum(j.id in self.failed for j in progress.jobs)
             total, done = total + len(progress.jobs) + progress.unnamed, done + finished
@@ -204,12 +207,6 @@ class Sweep:
         eta = f", about {seconds / self.workers / 60:.0f} min" if seconds else ""
         counts = f"running {len(self.running)}, failed {len(self.failed)}, left {left}{eta}"
         self.said(f"[{done}/{total}] {job}: {what}  ({counts})")
-
-    def by_experiment(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for study, progress in zip(self.studies, self.progress(), strict=True):
-            found.setdefault(study.name, []).extend(j.id for j in progress.jobs)
-        return found
 
     def _report(self) -> None:
         if self.skipped:

@@ -208,12 +208,13 @@ def _experiments(r: Results, stage: Path) -> list[str]:
         if rows.empty:
             continue
         lines.append(f"## {block['title']}\n\n{_held(r, experiment)}\n")
+        metrics = [m for m in block.get("metrics", ["val_loss"]) if m in rows]  # what no run has yet has no table
         if "unit" in block:
             caption = f"{block['caption']}; mean [95 % CI] over {block['unit']}; {r.caption([experiment])}"
-            table = tables.means(rows, block["metrics"])
+            table = tables.means(rows, metrics)
             lines.append(tables.write(stage / "tables", experiment, table, tables.show_means(table), caption))
             continue
-        for metric in block.get("metrics", ["val_loss"]):
+        for metric in metrics:
             table = tables.arms(rows, experiment, r.claims, metric)
             if len(table):
                 caption = (
