@@ -81,7 +81,7 @@ def test_looking_does_not_move_a_running_statistic(train):
     names = [name for name, cls in PROBES.items() if not cls.kinds or "resnet" in cls.kinds]
     looking = [f"probe=[{','.join(names)}]", *(f"probe.{name}.every=2" for name in names)]
     without, watched = train(*RESNET, runs="without"), train(*RESNET, *looking, runs="watched")
-    assert (without.code, watched.code) == (0, 0) and len({row["kind"] for row in watched.layers}) == 10
+    assert (without.code, watched.code) == (0, 0) and len({row["kind"] for row in watched.layers}) == 11
     assert any("running_var" in name for name in without.weights)
     assert all(torch.equal(watched.weights[name], w) for name, w in without.weights.items())
 
@@ -196,13 +196,14 @@ def test_a_factorised_head_decays_with_each_factor_that_does(trainer, head, powe
 
 
 def test_a_cut_run_keeps_the_first_weights_and_the_spectra(train):
-    overrides = ["probe=[forgetting,tail_norms]", "probe.forgetting.every=4", "probe.tail_norms.every=3", "optim=sgd"]
+    overrides = ["probe=[forgetting,tail_norms,tail_bound]", "probe.forgetting.every=4", "probe.tail_norms.every=3",
+                 "probe.tail_bound.every=3", "optim=sgd"]  # fmt: skip
     whole = train(*overrides, runs="whole")
     start = train(*overrides, "train.steps=1", "optim.lr=1e-30", runs="start").weights
     with pytest.MonkeyPatch.context() as patch:
         after(patch, 15, fail)
         cut = train(*overrides, runs="cut")
-    first, second = cut.checkpoint["probes"]
+    first, second, _ = cut.checkpoint["probes"]
     assert all(torch.equal(W, start[layer]) for layer, W in first.items() if layer != "decay")
     assert first["decay"][3] == 8 and second["steps"].flatten().tolist() == [0, 3, 6, 9]
     assert_same_record(train(*overrides, runs="cut"), whole)
@@ -238,6 +239,43 @@ def test_tails_against_svdvals_with_the_rank_of_the_step_and_with_the_last_one(t
     last = [row["tau"] for row in built.recorder.layer_rows if row["kind"] == "tail" and row["step"] == 4]
     metrics = [row for row in built.recorder.rows if "tail/max" in row][-1]
     assert (metrics["tail/max"], metrics["tail/mean"]) == pytest.approx((max(last), np.mean(last)))
+
+
+def test_the_bound_on_the_next_tail_of_two_layers(trainer):
+    lr, decay = 0.5, 0.1
+    built = trainer(*TWO_LAYER, "probe=[tail_bound]", "probe.tail_bound.every=3", "optim.name=sgd", f"optim.lr={lr}",
+                    "optim.momentum=0", "optim.schedule=constant", "optim.warmup=0", f"optim.weight_decay={decay}",
+                    "optim.decay=[matrix]")  # fmt: skip
+    seen, measure_ = {}, built.probes[0].measure
+
+    def spy(snapshot):
+        G = numbers(built)[0]
+        e, x, hidden = np.linalg.norm(G, axis=1), snapshot.x_BT.flatten(1).numpy(), snapshot.hidden_ND.numpy()
+        c_data = np.mean([np.mean(e * np.linalg.norm(a, axis=1)) for a in (x, hidden)])
+        s = [np.linalg.svd(W, compute_uv=False) for W in counted(built).values()]
+        seen[snapshot.step] = s, c_data, math.ceil(erank(G) - 1e-4)
+        return measure_(snapshot)
+
+    built.probes[0].measure, built.finish = spy, lambda: None
+    built.fit()
+    assert list(seen) == [0, 1, 3, 4]
+    rows = [row for row in built.recorder.layer_rows if row["kind"] == "tail_bound"]
+    assert [row["step"] for row in rows] == [1, 1, 4, 4]
+    ratios = {"uniform": [], "directional": []}
+    for (first, second), pair in zip((rows[:2], rows[2:]), (0, 3), strict=True):
+        (W1, W2), c_data, r = seen[pair]
+        after_ = seen[pair + 1][0]
+        for kind, c in (("uniform", 1 / W2[-1]), ("directional", 1 / W2[r - 1])):
+            bound = (1 - lr * decay) * W1[r] + 2 * lr * c_data * c * W2[r]
+            assert first[kind] == pytest.approx(bound, rel=1e-4)
+            assert second[kind] == pytest.approx(W2[r], rel=1e-5)  # nothing behind it, and the head does not decay
+            ratios[kind] += [bound / after_[0][r], W2[r] / after_[1][r]]
+        assert (first["tau"], second["tau"]) == pytest.approx((after_[0][r], after_[1][r]), rel=1e-5)
+    metrics = [row for row in built.recorder.rows if "bound/cases" in row][-1]
+    assert metrics["bound/cases"] == 4
+    for kind, values in ratios.items():
+        assert metrics[f"bound/kept_{kind}"] == np.mean(np.array(values) >= 1)
+        assert metrics[f"bound/ratio_{kind}"] == pytest.approx(sorted(values)[1], rel=1e-4)  # torch's: the lower middle
 
 
 # ------------------------------------------------------------------------------------------------- shape of the spectra

@@ -6,9 +6,10 @@ import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from .base import Measured, Probe, Snapshot
 from .spectra import WITH_MATRICES, block_spectra, r_out
@@ -79,10 +80,97 @@ class Coupling(Probe):
     every: int = 0
 
     def measure(self, snapshot: Snapshot) -> Measured:
+        rows = couplings(snapshot)
+        c_data = mean_of(rows, "c_data")
+        metrics = {"coupling/c_data": c_data}
+        for kind in ("uniform", "directional"):
+            most = max(row[kind] for row in rows)
+            metrics |= {f"coupling/{kind}_max": most, f"coupling/{kind}_product": c_data * most}
+        return metrics, [dict(row) for row in rows]
+
+
+@dataclass
+class TailBound(Probe):
+    """tau_k(t+1) <= (1 - mu lambda) tau_k(t) + 2 mu C_data sum_{j>k} c_j tau_j(t), at pairs of successive steps.
+
+    Measures at every `every`-th step and at the one after it; r is that of the first of the two, C_data the mean over
+    the counted layers (see Coupling), mu the learning rate of the step, lambda 0 for a matrix that does not decay. The
+    recursion is that of plain SGD: of momentum and Adam's division it says nothing.
+
+    rows "tail_bound"                tau (measured, at t + 1), its bound with the `uniform` and the `directional` c_j
+    bound/kept_<c>, bound/ratio_<c>  share of the layers and pairs so far that keep it; median of bound over measured
+    bound/cases                      how many these are: a matrix without a singular value r + 1 is none
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = WITH_MATRICES
+
+    every: int = 10
+
+    def prepare(self, cfg: DictConfig, task: Task) -> None:
+        from ..optim import parameter_kinds
+
+        self.optim, self.steps = SimpleNamespace(**OmegaConf.to_container(cfg.optim, resolve=True)), cfg.train.steps
+        self.parameter_kinds = parameter_kinds(task)
+
+    def due(self, step: int, steps: int) -> bool:
+        return super().due(step, steps) or (self.every > 0 and step % self.every == 1)
+
+    def measure(self, snapshot: Snapshot) -> Measured:
         import torch
 
-        from ..head import IGNORE, residual_chunks
+        from ..spectra import tail_norm
 
+        spectra, rows = block_spectra(snapshot), []
+        ratios = self.state.get("ratios", torch.zeros(0, 2, dtype=torch.float64))
+        if "bounds" in self.state and int(self.state["step"]) == snapshot.step - 1:
+            r, found = int(self.state["r"]), []
+            for (layer, s), bounds in zip(spectra.items(), self.state["bounds"].tolist(), strict=True):
+                tau = tail_norm(s, r)
+                row = {"layer": layer, "kind": "tail_bound", "part": "block", "tau": tau, "index": r + 1}
+                rows.append(row | dict(zip(("uniform", "directional"), bounds, strict=True)))
+                found += [[bound / tau for bound in bounds]] if tau > 0 else []
+            ratios = torch.cat([ratios, torch.tensor(found, dtype=torch.float64).reshape(-1, 2)])
+        if self.due(snapshot.step + 1, self.steps) and math.isfinite(rank := r_out(snapshot)):
+            self.state |= {"step": torch.tensor(snapshot.step), "r": torch.tensor(math.ceil(rank))}
+            self.state["bounds"] = self.bounds(snapshot, math.ceil(rank))
+        self.state["ratios"] = ratios
+        metrics = {"bound/cases": len(ratios)}
+        for kind, of in zip(("uniform", "directional"), ratios.T, strict=True):
+            if len(of):
+                metrics |= {
+                    f"bound/kept_{kind}": float((of >= 1).double().mean()),
+                    f"bound/ratio_{kind}": float(of.median()),
+                }
+        return metrics, rows
+
+    def bounds(self, snapshot: Snapshot, r: int) -> Tensor:
+        """The bound on every layer's next tail, L x 2: by the uniform and by the directional c_j."""
+        import torch
+
+        from ..optim import lr_at
+        from ..spectra import tail_norm
+
+        rows, lr = couplings(snapshot), lr_at(snapshot.step, self.steps, self.optim)
+        tau = torch.tensor([tail_norm(s, r) for s in block_spectra(snapshot).values()], dtype=torch.float64)
+        decays = [self.parameter_kinds.get(row["layer"], "head") in self.optim.decay for row in rows]
+        kept = 1 - lr * self.optim.weight_decay * torch.tensor(decays, dtype=torch.float64)
+        c = torch.tensor([[row["uniform"], row["directional"]] for row in rows], dtype=torch.float64)
+        pushed = torch.where(tau[:, None] > 0, c * tau[:, None], 0.0)
+        later = pushed.flip(0).cumsum(0).flip(0) - pushed  # j > k
+        return (kept * tau)[:, None] + 2 * lr * mean_of(rows, "c_data") * later
+
+
+def mean_of(rows: list[dict[str, Any]], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)
+
+
+def couplings(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """C_data and both c_j of every counted layer: the rows of `Coupling`."""
+    import torch
+
+    from ..head import IGNORE, residual_chunks
+
+    def compute() -> list[dict[str, Any]]:
         chunks = residual_chunks(snapshot.hidden_ND, snapshot.weight_VD, snapshot.targets_N)
         e_N = torch.cat([e.norm(dim=1) for _, e in chunks])  # zero without supervision
         errors, rank, a_N = (snapshot.targets_N != IGNORE).sum(), r_out(snapshot), input_norms(snapshot)
@@ -100,12 +188,9 @@ class Coupling(Probe):
                     "directional": float(1 / s[r - 1]) if r else math.nan,
                 }
             )
-        c_data = sum(row["c_data"] for row in rows) / len(rows)
-        metrics = {"coupling/c_data": c_data}
-        for kind in ("uniform", "directional"):
-            most = max(row[kind] for row in rows)
-            metrics |= {f"coupling/{kind}_max": most, f"coupling/{kind}_product": c_data * most}
-        return metrics, rows
+        return rows
+
+    return snapshot.once("couplings", compute)
 
 
 def input_norms(snapshot: Snapshot) -> dict[str, Tensor]:
