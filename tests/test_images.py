@@ -108,3 +108,44 @@ def test_the_hash_of_digits_is_that_of_their_content():
     assert data.content_hash(cfg) != first
     images = data.load(cfg)
     assert len(images.train[1]) == 1347 and len(images.test[1]) == 450 and set(images.test[1]) == set(range(10))
+
+
+class Waits(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes every operation for which the host would wait for a GPU: a tensor read as a number, a size that depends on
+    values."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "bincount")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        mask = name in ("index", "index_put_") and any(t is not None and t.dtype == torch.bool for t in args[1])
+        if name.strip("_") in [n.strip("_") for n in self.NAMES] or mask:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adamw", "muon"])
+@pytest.mark.parametrize("model", [[*RESNET, "data.augment=crop_flip"], [*VIT, "data.augment=crop_flip"], []],
+                         ids=["resnet", "vit", "gpt2"])  # fmt: skip
+def test_no_step_waits_for_the_device_between_two_rows_of_the_log(trainer, model, optim):
+    settings = [*model, f"optim={'adamw' if optim == 'muon' else optim}", f"optim.name={optim}", "every.eval=0"]
+    built = trainer(*settings, "every.log=0", "every.checkpoint=0", "train.steps=4", "probe=[]")
+    waits, flush = Waits(), built.flush
+    inside = []
+
+    def flushed():  # the log reads numbers: outside
+        inside.append(len(waits.found))
+        flush()
+        del waits.found[inside[-1] :]
+
+    built.flush, built.finish = flushed, lambda: None
+    with waits:
+        built.fit()
+    assert inside and not waits.found
+    with waits:
+        bool((torch.ones(2)[torch.tensor([True, False])] > 0).all())
+    assert len(waits.found) >= 2  # it does see them

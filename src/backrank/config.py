@@ -38,7 +38,6 @@ class Model:
     """Backbone and head. width D, heads H; `head_std` is the standard deviation of a dense head's elements at init.
 
     mlp: width of the feed-forward layers (null: the kind's own). patch: side of a patch (vision transformers).
-    attention: `sdpa` or `eager`, which can be differentiated twice (null: sdpa).
     """
 
     kind: str = "gpt2"
@@ -49,7 +48,6 @@ class Model:
     head_std: float = 0.02
     mlp: int | None = None
     patch: int | None = None
-    attention: str | None = None
 
 
 @dataclass
@@ -223,7 +221,6 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "model.kind": tuple(sorted(p.stem for p in (Path(__file__).parent / "models").glob("[a-z]*.py"))),
     "study": (None, *sorted(p.stem for p in (Path(__file__).parent / "studies").glob("[a-z]*.py"))),
-    "model.attention": (None, "sdpa", "eager"),
     "data.source": tuple(SOURCES),
     "optim.name": ("adamw", "sgd", "muon"),
     "optim.schedule": ("cosine", "constant", "wsd"),

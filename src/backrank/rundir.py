@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -177,7 +178,10 @@ def code_hash(cfg: Any) -> str:
     from .interventions import INTERVENTIONS
 
     own = Path(__file__).parent
-    files = [own / f"{name}.py" for name in (*NUMERIC, f"models/{cfg.model.kind}", f"data/{SOURCES[cfg.data.source]}")]
+    model = own / "models" / f"{cfg.model.kind}.py"
+    built_on = re.findall(r"^from \. import (\w+)", model.read_text(), re.MULTILINE)  # the toy is GPT-2's blocks
+    kinds = [f"models/{name}" for name in (*built_on, cfg.model.kind)]
+    files = [own / f"{name}.py" for name in (*NUMERIC, *kinds, f"data/{SOURCES[cfg.data.source]}")]
     files += [own / f"studies/{cfg.study}.py", *sorted((own / "theory").glob("*.py"))] if cfg.study else []
     files += sorted({Path(sys.modules[INTERVENTIONS[i].__module__].__file__ or "") for i in cfg.intervention})
     digest = hashlib.sha256()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
@@ -24,10 +25,17 @@ class Gpt2(nn.Module):
         enable({"use_reentrant": False})
 
     def forward(self, x_BT: Tensor, taps: dict[int, Tensor] | None = None) -> Tensor:
-        out = self.model(input_ids=x_BT, use_cache=False, output_hidden_states=bool(taps))
-        for depth in taps or ():
-            taps[depth] = out.hidden_states[depth] if depth < len(self.model.h) else out.last_hidden_state
-        return out.last_hidden_state
+        # the library's own forward reads the positions back to see whether sequences are packed: a wait every step
+        state = self.model.wte(x_BT) + self.model.wpe(torch.arange(x_BT.shape[1], device=x_BT.device)[None])
+        for depth, block in enumerate(self.model.h, start=1):
+            state = block(state)
+            state = state[0] if isinstance(state, tuple) else state  # some versions of transformers 5 wrap it
+            if taps and depth in taps:
+                taps[depth] = state
+        out = self.model.ln_f(state)
+        if taps and len(self.model.h) in taps:
+            taps[len(self.model.h)] = out
+        return out
 
 
 def settings(model: DictConfig, data: DictConfig) -> GPT2Config:
@@ -44,7 +52,7 @@ def settings(model: DictConfig, data: DictConfig) -> GPT2Config:
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         use_cache=False,
-        attn_implementation=model.attention or "sdpa",
+        attn_implementation="sdpa",  # causal without a mask
         bos_token_id=None,
         eos_token_id=None,
     )
