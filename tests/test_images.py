@@ -149,3 +149,15 @@ def test_no_step_waits_for_the_device_between_two_rows_of_the_log(trainer, model
     with waits:
         bool((torch.ones(2)[torch.tensor([True, False])] > 0).all())
     assert len(waits.found) >= 2  # it does see them
+
+
+@pytest.mark.parametrize("model", [RESNET, VIT], ids=["resnet", "vit"])
+def test_a_compiled_step_has_the_gradients_of_the_plain_one(trainer, model):
+    found = []
+    for compiled in ("none", "aot_eager"):
+        built = trainer(*model, "train.batch=16", f"train.compile={compiled}", "train.channels_last=true")
+        x, y = built.batch_at(0)
+        built.forward(x, y, len(y)).backward()
+        found.append({name: p.grad for name, p in built.task.named_parameters()})
+    for name, plain in found[0].items():
+        torch.testing.assert_close(found[1][name], plain, rtol=1e-4, atol=1e-5)
