@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 import torch
 
-from backrank import build, reproduce, rundir
+from backrank import build, data, reproduce, rundir
+from backrank import recheck as recheck_module
 from backrank.analysis.runs import collect, committed_losses, read_table
 from backrank.plan import Study
 
@@ -97,7 +98,7 @@ def test_rows_count_again_over_two_changes_of_the_code(recheck, whole):
     assert recheck.rows["stale"].all()
     recheck.patch.setattr(reproduce, "report", recheck.write)
     assert recheck() == 0, recheck.err
-    assert "recheck: 2 of 2 runs gave the same numbers" in recheck.out
+    assert "recheck: 2 of 2 arms gave the same numbers" in recheck.out
     same = recheck.evidence
     assert ",".join(same.columns) == "experiment,arm,old,new,id,seed,val_loss,git_sha,date,verdict"
     assert list(same["arm"]) == sorted(ARMS) and set(same["verdict"]) == {"same"} and set(same["seed"]) == {"1"}
@@ -136,14 +137,14 @@ def test_one_that_was_stopped_goes_on(recheck):
     recheck.patch.setattr(build, "build", stop)
     assert recheck() == 130 and list(recheck.evidence["arm"]) == built
     recheck.patch.setattr(build, "build", real)
-    assert recheck() == 0 and "1 of 1 runs" in recheck.out and sorted(recheck.evidence["arm"]) == sorted(ARMS)
+    assert recheck() == 0 and "1 of 1 arms" in recheck.out and sorted(recheck.evidence["arm"]) == sorted(ARMS)
 
 
 def test_a_change_of_numbers_is_found_and_its_arm_stays_stale(recheck):
     recheck.change("plugins")
     disturb(recheck.patch, "backward_r4")
     assert recheck() == 1
-    assert "byte_heads backward_r4 seed 1" in recheck.out and "BLAS" in recheck.out and "1 of 2 runs" in recheck.out
+    assert "byte_heads backward_r4 seed 1" in recheck.out and "BLAS" in recheck.out and "1 of 2 arms" in recheck.out
     line = next(line for line in recheck.out.splitlines() if "DIFFERENT" in line)
     verdict = recheck.evidence.set_index("arm")["verdict"]
     assert verdict["ordinary"] == "same" and " -> " in verdict["backward_r4"] and line.endswith(verdict["backward_r4"])
@@ -151,7 +152,7 @@ def test_a_change_of_numbers_is_found_and_its_arm_stays_stale(recheck):
     assert set(rows[rows["stale"]]["arm"]) == {"backward_r4"} == set(rows[~rows["rechecked"]]["arm"])
     assert set(committed_losses(recheck.folder, fresh=True)) == set(rows[~rows["stale"]]["id"])  # REUSE=1 FRESH=1
     recheck.patch.setattr(build, "build", lambda *_: (_ for _ in ()).throw(RuntimeError("no luck")))
-    assert recheck() == 1 and "no luck" in recheck.out and "0 of 1 runs" in recheck.out
+    assert recheck() == 1 and "no luck" in recheck.out and "0 of 1 arms" in recheck.out
     assert recheck.rows["stale"].sum() == rows["stale"].sum()
 
 
@@ -181,3 +182,15 @@ def test_rows_that_are_not_there_or_not_planned_any_more(recheck):
     (recheck.folder / "runs.csv").unlink()
     assert recheck() == 2 and recheck.err.count("\n") == 1
     assert "has no finished runs of byte_heads to recheck. make reproduce-causal-test" in recheck.err
+
+
+def test_arms_that_differ_in_numbers_alone_are_one_case(monkeypatch):
+    monkeypatch.setattr(data, "check", lambda _: None)
+    monkeypatch.setattr(data, "content_hash", lambda _: {"text": "t", "tokenizer": "bytes"})
+    heads = Study("causal_test/byte_heads", "smoke")
+
+    def of(arm, code="old"):
+        return recheck_module.case(heads, {"arm": arm, "code_hash": code})
+
+    assert of("backward_r8") == of("backward_r4") != of("factorised_r4")
+    assert len({of("ordinary"), of("ordinary", "older"), of("backward_r4")}) == 3

@@ -1,13 +1,15 @@
 """Recheck: evidence that newer code gives the numbers of the committed rows that older code made.
 
-One run of each stale arm is trained again under the current code, in a folder that is removed afterwards, and every
-final metric is compared with the committed row, to the last bit. What came out is a row of same_code.csv, from which
-`rundir.same_code` says whose rows count. Imports no torch.
+Stale arms that the same code makes with the same kinds of settings, whatever the numbers in them, are one case. Of each
+case the cheapest run is trained again under the current code, in a folder that is removed afterwards, and every final
+metric is compared with the committed row, to the last bit. What came out is a row of same_code.csv for every arm of the
+case, from which `rundir.same_code` says whose rows count. Imports no torch.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import math
 import tempfile
 from collections.abc import Iterator
@@ -18,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from .analysis.runs import column, committed_losses, join, marked
-from .config import ConfigError
+from .config import SOURCES, ConfigError
+from .identity import canonical
 from .plan import Job, Progress, Study
 from .recorder import atomic_write
-from .rundir import RunDir, same_code
+from .rundir import RunDir, code_hash, same_code
 from .sweep import Sweep
 
 if TYPE_CHECKING:
@@ -57,19 +60,28 @@ def recheck(paper: str, settings: Settings) -> int:
             raise ConfigError("recheck", folder, problem, f"make reproduce-{paper.replace('_', '-')} makes them")
         stale = marked(rows, studies, folder).query("stale")
         picks = [(study, row, job) for study in studies for row, job in pick(study, stale, folder, Path(root))]
-        left = [p for p in picks if p[2]]
+        cases: dict[str, list[tuple[Study, dict[str, str], Job]]] = {}
+        for study, row, job in picks:
+            if job:
+                cases.setdefault(case(study, row), []).append((study, row, job))
+        for members in cases.values():
+            members.sort(key=lambda member: float(member[1]["wall_s"] or "inf"))
+        left = list(cases.values())
         same = 0
 
         def record() -> None:
             nonlocal same
-            for one in [p for p in left if RunDir(root, p[2].id).done]:
-                left.remove(one)
-                verdict = compare(one[1], RunDir(root, one[2].id), folder / "same_code.csv")
-                same += verdict == "same"
-                print(f"{one[2]}: {verdict if verdict == 'same' else f'DIFFERENT: {verdict}'}", flush=True)
+            for members in [m for m in left if RunDir(root, m[0][2].id).done]:
+                left.remove(members)
+                _, row, job = members[0]
+                arms = [{key: r[key] for key in ("experiment", "arm")} for _, r, _ in members]
+                verdict = compare(row, RunDir(root, job.id), folder / "same_code.csv", arms)
+                same += len(members) * (verdict == "same")
+                also = f" (and {len(members) - 1} arms of the same kind)" if len(members) > 1 else ""
+                print(f"{job}{also}: {verdict if verdict == 'same' else f'DIFFERENT: {verdict}'}", flush=True)
 
         sweep = Sweep(
-            [Picked(s, [job for of, _, job in left if of is s]) for s in studies],
+            [Picked(s, [members[0][2] for members in left if members[0][0] is s]) for s in studies],
             Path(root),
             settings.jobs,
             said=lambda line: print(line.partition(" (log: ")[0], flush=True),  # a log that is removed here
@@ -79,7 +91,7 @@ def recheck(paper: str, settings: Settings) -> int:
         record()  # what two experiments share is run for one of them
     for _, row, _ in (p for p in picks if not p[2]):
         print(f"{row['experiment']} {row['arm']}: its plan has other runs now (settings or data); a rerun alone helps")
-    print(f"recheck: {same} of {len(picks)} runs gave the same numbers" if picks else "recheck: nothing is stale")
+    print(f"recheck: {same} of {len(picks)} arms gave the same numbers" if picks else "recheck: nothing is stale")
     if same < len(picks) and code != 130:
         print("The other arms stay stale. Another machine (processor, BLAS, torch, threads) may give other last bits "
               "under the same code: recheck where the rows were made. If it is the code: FRESH=1.")  # fmt: skip
@@ -101,9 +113,29 @@ def pick(study: Study, stale: pd.DataFrame, folder: Path, root: Path) -> Iterato
             rows = rows[~rows["code_hash"].isin(same_code(folder, name, arm, row["code_hash"]))]
 
 
-def compare(old: dict[str, str], rundir: RunDir, table: Path) -> str:
-    """Compares a run with its committed row, adds the outcome to the table and returns it: `same`, or the metric that
-    differs most (relatively) and both values."""
+def case(study: Study, row: dict[str, str]) -> str:
+    """What two arms have in common whose runs take the same way through the same code: the code's versions, and all
+    settings but the values of numbers that are not 0."""
+
+    def kind(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: kind(v) for key, v in value.items() if key != "content"}
+        if isinstance(value, (list, tuple)):
+            return [kind(v) for v in value]
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return bool(value) if number else value
+
+    cfg, hashes = study.config(row["arm"])
+    plain = kind(canonical(cfg, hashes)) | {"seed": 1, "parent": cfg.parent is not None}
+    plain["data"]["module"] = SOURCES[cfg.data.source]
+    return json.dumps([row["code_hash"], code_hash(cfg), plain], sort_keys=True)
+
+
+def compare(old: dict[str, str], rundir: RunDir, table: Path, arms: list[dict[str, str]]) -> str:
+    """Compares a run with its committed row, adds the outcome to the table for these arms and returns it.
+
+    The outcome is `same`, or the metric that differs most (relatively) and both values.
+    """
     summary, meta = rundir.read("summary.json") or {}, rundir.read("meta.json") or {}
     differences = {}
     for metric, now in summary.items():
@@ -115,7 +147,6 @@ def compare(old: dict[str, str], rundir: RunDir, table: Path) -> str:
     if differences.get(verdict) == 0:
         verdict = "same"
     row = {
-        **{key: old[key] for key in ("experiment", "arm")},
         "old": old["code_hash"],
         "new": meta["code_hash"],
         **{key: old[key] for key in ("id", "seed")},
@@ -125,5 +156,6 @@ def compare(old: dict[str, str], rundir: RunDir, table: Path) -> str:
         "verdict": verdict,
     }
     known = pd.read_csv(table, dtype=str) if table.exists() else pd.DataFrame()
-    atomic_write(table, join(known, [row], ["experiment", "arm", "old", "new"]).to_csv(index=False))
+    rows = [{**arm, **row} for arm in arms]
+    atomic_write(table, join(known, rows, ["experiment", "arm", "old", "new"]).to_csv(index=False))
     return verdict
