@@ -7,7 +7,8 @@ import pandas as pd
 from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
 
-from backrank.analysis.figures import BLACK, BLUE, GREY, ORANGE, Missing, mean_ci, new
+from backrank.analysis import stats
+from backrank.analysis.figures import BLACK, BLUE, GREY, ORANGE, Missing, mean_ci, new, spread
 from backrank.analysis.report import Results
 
 # experiment -> title, the arm read as the page's run, key of its published numbers
@@ -59,23 +60,40 @@ def _present(r: Results, kind: str, extra: Iterable[str] = ()) -> list[str]:
     return found
 
 
+def _forgetting(r: Results, name: str) -> str | None:
+    """The arm of the least decay that has forgotten 3 nats of its start."""
+    rows = r.runs[r.runs["experiment"] == name]
+    forgets = rows[rows["forgetting/budget"] >= 3].sort_values("forgetting/budget")
+    return forgets["arm"].iloc[0] if len(forgets) else None
+
+
+def _decay(r: Results, name: str, arm: str) -> str:
+    rows = r.runs[(r.runs["experiment"] == name) & (r.runs["arm"] == arm)]
+    return f"decay {rows['weight_decay'].iloc[0]:g}, {rows['forgetting/budget'].mean():.1f} nats"
+
+
 def ranks(r: Results):
-    """Effective rank of every counted matrix over training, seed mean, coloured by depth."""
+    """Effective rank of every counted matrix over training, seed mean: at the page's decay, and at one that forgets."""
     names = _present(r, "weight")
-    figure, axes = new(3.3 * len(names) + 0.9, 3.9, len(names))
-    for ax, name in zip(axes, names, strict=True):
-        title, arm, _ = TRAINED[name]
-        rows = _rows(r, name, "weight", arm)
-        wide = rows.pivot_table("erank", "step", "layer")
-        wide /= wide.iloc[0]
-        depth = rows.drop_duplicates("layer").set_index("layer")["depth"]
-        for layer in sorted(wide, key=depth.get):
-            ax.plot(wide.index, wide[layer], color=colormaps["viridis"](0.88 * depth[layer]), lw=1.1, alpha=0.9)
-        ax.plot(wide.index, wide.mean(axis=1), color=BLACK, lw=2.2, ls=(0, (4, 2)))
-        ax.set_title(f"{title}, {arm.replace('wd_', 'decay ')}")
-        ax.set_xlabel("step")
-    axes[0].set_ylabel("effective rank / its initial value")
-    bar = figure.colorbar(ScalarMappable(cmap=colormaps["viridis"]), ax=axes[-1], ticks=[0, 1], fraction=0.05)
+    figure, axes = new(3.1 * len(names) + 0.9, 6.6, len(names), 2, sharey=True)
+    for column, name in zip(axes.T, names, strict=True):
+        title, page, _ = TRAINED[name]
+        for i, (ax, arm) in enumerate(zip(column, (page, _forgetting(r, name)), strict=True)):
+            if arm is None or i and arm == page:
+                ax.set_axis_off()
+                continue
+            rows = _rows(r, name, "weight", arm)
+            wide = rows.pivot_table("erank", "step", "layer")
+            wide /= wide.iloc[0]
+            depth = rows.drop_duplicates("layer").set_index("layer")["depth"]
+            for layer in sorted(wide, key=depth.get):
+                ax.plot(wide.index, wide[layer], color=colormaps["viridis"](0.88 * depth[layer]), lw=1.1, alpha=0.9)
+            ax.plot(wide.index, wide.mean(axis=1), color=BLACK, lw=2.2, ls=(0, (4, 2)))
+            ax.set_title(f"{title}\n{_decay(r, name, arm)}", fontsize=10)
+            ax.set_ylim(0, 1.08)
+        column[1].set_xlabel("step")
+    figure.supylabel("effective rank / its initial value", fontsize=10)
+    bar = figure.colorbar(ScalarMappable(cmap=colormaps["viridis"]), ax=axes, ticks=[0, 1], fraction=0.03)
     bar.ax.set_yticklabels(["input", "output"])
     return figure
 
@@ -119,7 +137,7 @@ def rout(r: Results):
     if not names:
         raise Missing("no run records output/r_out")
     columns = {"rank/weight_mean": "weights", "forgetting/remainder_mean": "written by the data",
-               "output/r_out": "r_out", "output/r_out_null": "r_out of a uniform softmax"}  # fmt: skip
+               "output/r_out": "r_out", "output/r_out_null": "its null"}  # fmt: skip
     colours = [BLUE, "#56B4E9", ORANGE, GREY]
     figure, axes = new(3.1 * len(names) + 0.6, 3.9, len(names))
     for ax, name in zip(axes, names, strict=True):
@@ -129,44 +147,99 @@ def rout(r: Results):
             mean_ci(ax, i, rows[column].dropna(), colours[i])
             ax.annotate(f"{rows[column].mean():.1f}", (i, rows[column].mean()), (7, 0), textcoords="offset points",
                         fontsize=8.5, va="center", color=colours[i])  # fmt: skip
-        ax.set_yscale("log")
+        ax.set_ylim(0, None)
         ax.set_xlim(-0.4, len(columns) - 0.2)
-        ax.set_xticks(range(len(columns)), [label.replace(" ", "\n") for label in columns.values()], fontsize=8)
+        ax.set_xticks(range(len(columns)), [label.replace(" by ", "\nby ") for label in columns.values()], fontsize=8)
         ax.grid(axis="x", visible=False)
-        ax.set_title(f"{title}, {arm.replace('wd_', 'decay ')}")
+        ax.set_title(f"{title}\n{_decay(r, name, arm)}", fontsize=10)
     axes[0].set_ylabel("effective rank at the end")
+    figure.suptitle(
+        "null: the same of a uniform softmax on the same targets", fontsize=9, x=0.01, ha="left", color=GREY
+    )
     return figure
 
 
 def tails(r: Results):
-    """Largest tail norm over training, index from the final r_out, against what decay alone allows."""
-    names = _present(r, "tail_frozen")
-    figure, axes = new(3.3 * len(names) + 0.5, 3.9, len(names))
-    for ax, name in zip(axes, names, strict=True):
-        title, _, _ = TRAINED[name]
+    """Largest tail norm over training, index from the final r_out, and what the decay alone would leave of it."""
+    top = {}
+    for name in _present(r, "tail_frozen"):
         rows = _rows(r, name, "tail_frozen")
-        arms = sorted(set(rows["arm"]), key=lambda a: r.runs[r.runs["arm"] == a]["weight_decay"].iloc[0])
-        for i, arm in enumerate(arms):
-            mine = rows[rows["arm"] == arm]
-            top = mine.groupby(["id", "step"])["tau"].max().groupby("step").mean()
-            if not top.iloc[0]:  # no matrix has as many singular values as the output error has dimensions
-                continue
-            ax.plot(top.index, top / top.iloc[0], color=colormaps["viridis"](0.85 * i / max(len(arms) - 1, 1)), lw=1.6)
-            ax.annotate(arm.replace("wd_", ""), (top.index[-1], top.iloc[-1] / top.iloc[0]), (4, 0),
-                        textcoords="offset points", va="center", fontsize=8)  # fmt: skip
-        ax.set_yscale("log")
-        ax.set_title(title)
+        found = rows.groupby(["arm", "id", "step"])["tau"].max().groupby(["arm", "step"]).mean()
+        found = found[found.groupby("arm").transform("first") > 0]
+        if len(found):  # else no matrix has as many singular values as the output error has dimensions
+            top[name] = found
+    if not top:
+        raise Missing("no matrix has a tail: the output error has more dimensions than any")
+    figure, axes = new(3.5 * len(top) + 0.5, 3.9, len(top))
+    for ax, (name, found) in zip(axes, top.items(), strict=True):
+        decays = r.runs[r.runs["experiment"] == name].groupby("arm")["weight_decay"].first().sort_values()
+        colours = [colormaps["viridis"](0.85 * i / max(len(decays) - 1, 1)) for i in range(len(decays))]
+        ends = []
+        for arm, colour in zip(decays.index, colours, strict=True):
+            tau = found[arm] / found[arm].iloc[0]
+            ax.plot(tau.index, tau, color=colour, lw=1.6)
+            left = _left(r, name, arm)
+            ax.plot(left.index, left, color=colour, lw=1.0, ls=":")
+            ends.append(tau.iloc[-1])
+        low, high = ax.get_ylim()
+        for value, at, colour in zip(decays, spread(ends, 0.05 * (high - low)), colours, strict=True):
+            ax.annotate(f"{value:g}", (tau.index[-1], at), (4, 0), textcoords="offset points", va="center",
+                        fontsize=8, color=colour)  # fmt: skip
+        ax.set_title(TRAINED[name][0])
         ax.set_xlabel("step")
-        ax.margins(x=0.15)
+        ax.margins(x=0.12)
     axes[0].set_ylabel("largest tail norm / its initial value")
+    figure.suptitle(
+        "dotted: (1 - mu lambda)^t, the bound without its coupling", fontsize=9, x=0.01, ha="left", color=GREY
+    )
     return figure
 
 
+def _left(r: Results, name: str, arm: str) -> pd.Series:
+    """What the decay alone leaves of a weight, by step: ||E|| = f ||W_0|| of any counted matrix."""
+    energy = _rows(r, name, "remainder", arm).groupby(["layer", "step"])["initial_share"].mean()
+    norms = _rows(r, name, "weight", arm).groupby(["layer", "step"])["frobenius"].mean()
+    found = (energy**0.5 * norms / norms.groupby("layer").transform("first")).dropna()
+    return found[found.index[0][0]]
+
+
+def pruning(r: Results):
+    """Test accuracy against the parameters kept, by way of cutting and by decay."""
+    rows = r.runs[(r.runs["experiment"] == "pruning") & r.runs["arm"].str.startswith("prune_")]
+    if not len(rows):
+        raise Missing("pruning has no runs")
+    arms = rows.groupby("arm")["weight_decay"].first().sort_values()
+    figure, axes = new(2.5 * len(arms) + 0.6, 3.9, len(arms), sharey=True)
+    for ax, (arm, value) in zip(axes, arms.items(), strict=True):
+        mine = rows[rows["arm"] == arm]
+        for method, colour in CUTS.items():
+            columns = [c for c in mine if c.startswith(f"prune/{method}_") and c.rpartition("_")[2].isdigit()]
+            kept = sorted((int(c.rpartition("_")[2]), c) for c in columns)
+            estimates = [stats.estimate(100 * mine[c]) for _, c in kept]
+            x, mean = [k for k, _ in kept], [e.mean for e in estimates]
+            ax.plot(x, mean, "-o", color=colour, ms=4, lw=1.5)
+            if len(mine) > 1:
+                ax.fill_between(
+                    x, [e.low for e in estimates], [e.high for e in estimates], color=colour, alpha=0.15, lw=0
+                )
+        ax.axhline(100 * mine["prune/accuracy"].mean(), color=BLACK, lw=0.8, ls=":")
+        ax.set_title(f"decay {value:g}", fontsize=10)
+        ax.set_xlabel("parameters kept (%)")
+        ax.set_xticks([5, 20, 40, 60, 80])
+        ax.set_ylim(0, 102)
+    axes[0].set_ylabel("test accuracy (%)")
+    legend = "blue: singular directions    orange: range(P^T)    grey: largest entries    dotted: whole"
+    figure.suptitle(legend, fontsize=9, x=0.01, ha="left", color=GREY)
+    return figure
+
+
+CUTS = {"rank": BLUE, "range": ORANGE, "magnitude": GREY}
 FIGURES = {
     "ranks": (ranks, list(TRAINED), "Effective rank of each counted matrix over training (dashed: their mean)"),
     "decay": (decay, list(TRAINED), "Mean effective rank at the end against weight decay"),
     "rout": (rout, list(TRAINED), "Rank of the output error beside that of the weights"),
     "tails": (tails, list(TRAINED), "Tail norms over training by weight decay (index from the final r_out)"),
+    "pruning": (pruning, ["pruning"], "Accuracy of trained networks cut to a share of their parameters"),
 }
 
 
@@ -294,6 +367,18 @@ def layers(r: Results) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
+def forgetting(r: Results) -> pd.DataFrame:
+    """By run of the trained models: compression in percent, without decay and (`forgets`) at the least that forgets."""
+    found = []
+    for name in TRAINED:
+        rows = r.runs[r.runs["experiment"] == name]
+        for arm, of in (("wd_0", "wd_0"), ("forgets", _forgetting(r, name))):
+            for _, run in rows[rows["arm"] == of].iterrows():
+                compression = 100 - 100 * run["rank/weight_mean"] / run["rank/weight_mean@0"]
+                found.append({"arm": f"{name}.{arm}", "seed": run["seed"], "id": run["id"], "compression": compression})
+    return pd.DataFrame(found)
+
+
 def coupling_over_training(r: Results) -> pd.DataFrame:
     """By run: C_data (mean over the layers) times the largest c_j, the most and the least of it over the steps."""
     found = []
@@ -327,4 +412,9 @@ def depth_scaling(r: Results) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-DERIVED = {"layers": layers, "coupling_over_training": coupling_over_training, "depth_scaling": depth_scaling}
+DERIVED = {
+    "layers": layers,
+    "forgetting": forgetting,
+    "coupling_over_training": coupling_over_training,
+    "depth_scaling": depth_scaling,
+}

@@ -33,11 +33,12 @@ class Missing(Exception):
     """The runs that a figure needs are not there: says which."""
 
 
-def new(width: float, height: float, columns: int = 1, **options):
-    """Figure (inches) with a row of axes; room for the footer is kept at the bottom."""
+def new(width: float, height: float, columns: int = 1, rows: int = 1, **options):
+    """Figure (inches) with a row of axes, or an array of several rows; room for the footer is kept at the bottom."""
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.get_layout_engine().set(rect=(0, 0.055, 1, 0.945), w_pad=0.08)
-    return figure, figure.subplots(1, columns, squeeze=False, **options)[0]
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, axes[0] if rows == 1 else axes
 
 
 def mean_ci(ax, x, values, colour, horizontal: bool = False, **marker) -> stats.Estimate:
