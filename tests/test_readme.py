@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from backrank.analysis.readme import block, counts, rewritten
+from backrank.analysis.readme import best, block, counts, rewritten
 from backrank.analysis.report import load
 from backrank.analysis.runs import read_table
 from backrank.config import ROOT
@@ -30,6 +30,19 @@ def test_counts_put_judged_verdicts_first():
     import pandas as pd
 
     assert counts(pd.Series(["not run", "differs", "reproduced", "not run"])) == "1 reproduced, 1 differs, 2 not run"
+
+
+def test_a_claim_is_shown_at_the_largest_scale_that_judges_it_with_an_interval():
+    import pandas as pd
+
+    def rows(**columns):
+        return pd.DataFrame({"low": 0.0, "high": 1.0, **columns}, index=["a", "b", "c"])
+
+    paper = rows(verdict=["needs the paper's scale", "differs", "not run"], low=[0.0, None, 0.0])
+    laptop = rows(verdict=["reproduced", "kept", "not run"])
+    scales = {"paper": paper, "laptop": laptop}
+    assert [best(claim, scales)["verdict"] for claim in "abc"] == ["reproduced", "kept", "not run"]
+    assert best("b", {"paper": paper})["verdict"] == "differs" and best("d", scales) is None
 
 
 def test_named_files_exist():

@@ -18,22 +18,34 @@ ORDER = ["reproduced", "by construction", "same direction", "underpowered", "dif
 
 
 def block(root: Path) -> str:
-    """One section a paper: its headline claims at the largest scale that has a report, and the count of verdicts."""
+    """One section a paper: each headline claim at the largest scale that judges it, with an interval if one has it."""
     lines = []
     for path in sorted((root / "experiments").glob("*/claims.yaml")):
         paper = path.parent.name
         ids = yaml.safe_load(path.read_text()).get("headline", [])
-        scale = next((s for s in reversed(SCALES[1:]) if (root / "results" / paper / s / "claims.csv").exists()), None)
-        if scale is None:
+        folder, claims = Path("results") / paper, {}
+        for scale in reversed(SCALES[1:]):
+            if (path := root / folder / scale / "claims.csv").exists():
+                claims[scale] = read_table(path).fillna({"note": ""}).set_index("id", drop=False)
+        if not claims:
             continue
-        folder = Path("results") / paper / scale
-        claims = read_table(root / folder / "claims.csv").fillna({"note": ""}).set_index("id", drop=False)
-        rows = claims.loc[[i for i in ids if i in claims.index]]
+        rows = pd.DataFrame([row for i in ids if (row := best(i, claims)) is not None])
         shown = tables.show_claims(rows)[["claim", "published", "ours [95 % CI]", "n", "verdict"]]
-        data = ", ".join(sorted(set(rows["data"].dropna().astype(str)) - {"published"}))
-        title = f"**[{paper}](experiments/{paper}/README.md)**, scale {scale}, data {data}"
-        lines += [f"{title}, [full report]({folder}/report.md). {by_source(claims)}\n", tables.markdown(shown)]
+        shown.insert(4, "scale, data", [f"{s}, {d}" if isinstance(d, str) else "" for s, d in
+                                        zip(rows["scale"], rows["data"], strict=True)])  # fmt: skip
+        lines.append(f"**[{paper}](experiments/{paper}/README.md)**\n")
+        lines += [
+            f"- scale {scale}: [report]({folder}/{scale}/report.md). {by_source(of)}" for scale, of in claims.items()
+        ]
+        lines += ["", tables.markdown(shown)]
     return "\n".join(lines)
+
+
+def best(claim: str, claims: dict[str, pd.DataFrame]) -> pd.Series | None:
+    """A claim's row: of the scales, largest first, the first with an interval, else the first judged, else the first."""
+    rows = [of.loc[claim] for of in claims.values() if claim in of.index]
+    judged = [row for row in rows if row["verdict"] not in ("not run", "needs the paper's scale")]
+    return next(iter([row for row in judged if row[["low", "high"]].notna().all()] + judged + rows), None)
 
 
 def by_source(claims: pd.DataFrame) -> str:
