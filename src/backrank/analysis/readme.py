@@ -42,7 +42,7 @@ def block(root: Path) -> str:
 
 
 def best(claim: str, claims: dict[str, pd.DataFrame]) -> pd.Series | None:
-    """A claim's row: of the scales, largest first, the first with an interval, else the first judged, else the first."""
+    """A claim's row: of the scales, largest first, the first with an interval, else the first judged, else any."""
     rows = [of.loc[claim] for of in claims.values() if claim in of.index]
     judged = [row for row in rows if row["verdict"] not in ("not run", "needs the paper's scale")]
     return next(iter([row for row in judged if row[["low", "high"]].notna().all()] + judged + rows), None)
