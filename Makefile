@@ -34,7 +34,7 @@ test: $(VENV)/installed  ## All tests (no GPU, no network; tests on real data ne
 lint: $(VENV)/installed  ## Style and simple faults
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
 
-bench: $(VENV)/installed  ## Timings as ratios within one run; writes results/bench/bench.md
+bench: $(VENV)/installed  ## Timings as ratios within one run; writes results/bench/bench.md (ONLY=<group,...>)
 	$(RUN) scripts/bench.py
 
 reproduce: $(VENV)/installed  ## Every paper that has experiments

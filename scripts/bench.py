@@ -1,6 +1,7 @@
 """Timings as ratios within one run, medians of interleaved segments: python scripts/bench.py [results/bench].
 
 Both sides of a ratio take turns, so that a noisy machine slows them alike. Run it on an otherwise idle machine.
+ONLY=spectra,measuring renews these groups alone; the other rows stay.
 WeightWatcher is compared where it is installed: pip install --no-deps weightwatcher powerlaw mpmath
 """
 
@@ -46,6 +47,7 @@ SIZES = {"byte": 40, "subword": 6}  # steps in a segment
 ROUNDS = 15
 ROUTES = "experiment=causal_test/auxiliary_routes"
 BOTTLENECK = "experiment=backward_bottleneck"
+PAPER = ("scale=paper", "train.compile=none")
 # whose measuring is timed, at the cadence of the experiment: what it is -> overrides
 MEASURED = {
     "ResNet, laptop": [f"{BOTTLENECK}/resnet18_weight_decay", "scale=laptop"],
@@ -53,11 +55,10 @@ MEASURED = {
     "GPT-2, laptop": [f"{BOTTLENECK}/gpt2_weight_decay", "scale=laptop"],
     "toy decoder, laptop and paper": [f"{BOTTLENECK}/toy_shift", "scale=laptop"],
     "network of the proof, laptop and paper": [f"{BOTTLENECK}/two_layer", "scale=laptop"],
-    "SpamLang's embedding and head, laptop": ["experiment=causal_test/spamlang", "arm=draws_2", "scale=laptop"],
-    # the published sizes on digits, whose pixels are enlarged to 32 x 32, or on the default text
-    "ResNet-18": [f"{BOTTLENECK}/resnet18_weight_decay", "scale=paper", "data=digits", "data.size=32"],
-    "ViT-S": [f"{BOTTLENECK}/vit_weight_decay", "scale=paper", "data=digits", "data.size=32"],
-    "GPT-2-small": [f"{BOTTLENECK}/gpt2_weight_decay", "scale=paper", "data=stdlib", "data.tokenizer=bytes"],
+    # the published sizes on digits, whose pixels are enlarged to 32 x 32, or on the default text; steps of one sequence
+    "ResNet-18": [f"{BOTTLENECK}/resnet18_weight_decay", *PAPER, "data=digits", "data.size=32"],
+    "ViT-S": [f"{BOTTLENECK}/vit_weight_decay", *PAPER, "data=digits", "data.size=32"],
+    "GPT-2-small": [f"{BOTTLENECK}/gpt2_weight_decay", *PAPER, "data=stdlib", "data.tokenizer=bytes", "train.batch=1"],
 }
 
 
@@ -164,7 +165,7 @@ def probe_overhead(cfg, folder: Path, rounds: int = 3) -> tuple[float, str]:
     cfg.every.eval = cfg.every.checkpoint = 0
     settle_paths(cfg)
     side = Trained(cfg, folder)
-    trainer, due = side.trainer, list(side.trainer.probes)
+    trainer, due = side.trainer, side.trainer.probes
     kept = {probe.name(): probe.measure for probe in due}
     seconds = dict.fromkeys(kept, 0.0)
 
@@ -175,7 +176,9 @@ def probe_overhead(cfg, folder: Path, rounds: int = 3) -> tuple[float, str]:
         finally:
             seconds[name] += time.perf_counter() - tick
 
-    step_s = min(race(partial(side, 1), rounds=rounds + 2))
+    trainer.probes = []
+    step_s = race(partial(side, 5 if rounds > 1 else 1), rounds=rounds)[0] / (5 if rounds > 1 else 1)
+    trainer.probes = due
     for probe in due:
         probe.due = lambda step, steps: True
         probe.measure = partial(timed, probe.name())
@@ -190,7 +193,7 @@ def probe_overhead(cfg, folder: Path, rounds: int = 3) -> tuple[float, str]:
     return 1 + measuring / (total * step_s), detail
 
 
-def spectra_rows(row: Callable) -> None:
+def spectra_rows(row: Callable, folder: Path) -> None:
     """Singular values of GPT-2-small's 48 block matrices, a block after another: ours, torch's and WeightWatcher's."""
     model = build_task(compose_run(["model=gpt2_small", "train.steps=1", "optim.lr=1"]))[0]
     named = list(parts(model)["block"].items())
@@ -232,109 +235,95 @@ def sweep_seconds(jobs: int, threads: int, folder: Path) -> float:
     return time.perf_counter() - tick
 
 
+def trainer_rows(row: Callable, folder: Path) -> None:
+    for size in SIZES:
+        trained, bare = steps_of(size, Trained(no_probes(config(size)), folder), Bare(config(size), chunked_loss))
+        row(f"trainer / bare loop, {size}, same loss", trained / bare, "<= 1.03", trained / bare <= 1.03,
+            f"{trained * 1e3:.1f} against {bare * 1e3:.1f} ms a step")  # fmt: skip
+    ours, plain = steps_of("subword", Bare(config("subword"), chunked_loss), Bare(config("subword"), cross_entropy))
+    row("chunked loss / F.cross_entropy, subword step", ours / plain, "<= 0.80", ours / plain <= 0.8,
+        f"{ours * 1e3:.1f} against {plain * 1e3:.1f} ms a step")  # fmt: skip
+    reduced = ("intervention=[backward_rank]", "intervention.backward_rank.rank=48",
+               "intervention.backward_rank.refresh_every=20")  # fmt: skip
+    sides = [Trained(no_probes(config("subword", *chosen)), folder) for chosen in (reduced, ())]
+    with_it, without = steps_of("subword", *sides)
+    row("backward_rank r48 / none, subword step", with_it / without, "<= 1.05", with_it / without <= 1.05,
+        f"{with_it * 1e3:.1f} against {without * 1e3:.1f} ms a step")  # fmt: skip
+
+
+def route_rows(row: Callable, folder: Path) -> None:
+    arms = [arm for arm in config("byte", ROUTES).plan.arms if arm != "rate_plus_10"]  # backprop is the first
+    sides = [Trained(no_probes(config("byte", ROUTES, f"arm={arm}")), folder) for arm in arms]
+    backprop, *routes = steps_of("byte", *sides)
+    for arm, with_it in zip(arms[1:], routes, strict=True):
+        row(f"route {arm} / none, byte step", with_it / backprop, "", None,
+            f"{with_it * 1e3:.1f} against {backprop * 1e3:.1f} ms a step")  # fmt: skip
+
+
+def measuring_rows(row: Callable, folder: Path) -> None:
+    measured = {size: config(size, f"train.steps={steps}") for size, steps in (("byte", 600), ("subword", 1200))}
+    for what, cfg in (measured | {what: compose_run(given) for what, given in MEASURED.items()}).items():
+        ratio, detail = probe_overhead(cfg, folder, 1 if "small" in what else 3)
+        row(f"run with probes / without, {what}", ratio, "<= 1.05", ratio <= 1.05, detail)
+
+
+def lost_rows(row: Callable, folder: Path) -> None:
+    torch.manual_seed(0)
+    H, W = torch.randn(1024, 96, dtype=torch.float64), torch.randn(8192, 96, dtype=torch.float64) * 0.1
+    y = torch.randint(8192, (1024,))
+    error = abs(head_gradient_stats(H, W, y)["lost"] - explicit_lost(H, W, y))
+    gram, explicit = race(lambda: head_gradient_stats(H, W, y), lambda: explicit_lost(H, W, y), rounds=7)
+    row("lost fraction, Gram identity against explicit projection: |difference|", error, "<= 1e-9", error <= 1e-9,
+        "float64, N 1,024, D 96, V 8,192")  # fmt: skip
+    row("explicit projection / Gram identity, seconds", explicit / gram, "", None,
+        f"{explicit * 1e3:.0f} against {gram * 1e3:.0f} ms")  # fmt: skip
+
+
+def sweep_rows(row: Callable, folder: Path) -> None:
+    one, two, both = race(*(partial(sweep_seconds, *x, folder) for x in ((1, 1), (2, 1), (1, 2))), rounds=3)
+    detail = "eight runs of 300 steps, start-up included"
+    row("byte sweep, seconds JOBS=1 / JOBS=2", one / two, ">= 1.4", one / two >= 1.4,
+        f"{one:.1f} against {two:.1f} s, one thread a worker; {detail}")  # fmt: skip
+    row("byte sweep, seconds JOBS=1 with two threads / JOBS=2 with one", both / two, "", None,
+        f"{both:.1f} against {two:.1f} s; {detail}")  # fmt: skip
+
+
+GROUPS = {"trainer": trainer_rows, "routes": route_rows, "measuring": measuring_rows, "lost": lost_rows,
+          "spectra": spectra_rows, "sweep": sweep_rows}  # fmt: skip
+
+
 def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "results" / "bench"
-    rows: list[dict] = []
+    chosen = [name for name in os.environ.get("ONLY", "").split(",") if name] or list(GROUPS)
+    if unknown := set(chosen) - set(GROUPS):
+        sys.exit(f"error: ONLY={','.join(unknown)}: is no group of timings. Known: {', '.join(GROUPS)}")
+    path = out / "bench.csv"
+    kept = (
+        {row["what"]: row for row in pd.read_csv(path, dtype=str).fillna("").to_dict("records")}
+        if path.exists()
+        else {}
+    )
 
     def row(what: str, value: float, bound: str, met: bool | None, detail: str) -> None:
-        rows.append(
-            {
-                "what": what,
-                "measured": f"{value:.3g}",
-                "bound": bound,
-                "met": {True: "yes", False: "NO", None: ""}[met],
-                "detail": detail,
-            }
-        )
-        print(rows[-1], flush=True)
+        word = {True: "yes", False: "NO", None: ""}[met]
+        kept[what] = {"what": what, "measured": f"{value:.3g}", "bound": bound, "met": word, "detail": detail,
+                      "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+        print(kept[what], flush=True)
 
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stderr(io.StringIO()):
-        folder = Path(name)
-        step_s = {}
-        for size in SIZES:
-            trained, bare = steps_of(size, Trained(no_probes(config(size)), folder), Bare(config(size), chunked_loss))
-            step_s[size] = trained
-            row(
-                f"trainer / bare loop, {size}, same loss",
-                trained / bare,
-                "<= 1.03",
-                trained / bare <= 1.03,
-                f"{trained * 1e3:.1f} against {bare * 1e3:.1f} ms a step",
-            )
-        ours, plain = steps_of("subword", Bare(config("subword"), chunked_loss), Bare(config("subword"), cross_entropy))
-        row(
-            "chunked loss / F.cross_entropy, subword step",
-            ours / plain,
-            "<= 0.80",
-            ours / plain <= 0.8,
-            f"{ours * 1e3:.1f} against {plain * 1e3:.1f} ms a step",
-        )
-        reduced = (
-            "intervention=[backward_rank]",
-            "intervention.backward_rank.rank=48",
-            "intervention.backward_rank.refresh_every=20",
-        )
-        with_it, without = steps_of(
-            "subword",
-            Trained(no_probes(config("subword", *reduced)), folder),
-            Trained(no_probes(config("subword")), folder),
-        )
-        row(
-            "backward_rank r48 / none, subword step",
-            with_it / without,
-            "<= 1.05",
-            with_it / without <= 1.05,
-            f"{with_it * 1e3:.1f} against {without * 1e3:.1f} ms a step",
-        )
-        arms = [arm for arm in config("byte", ROUTES).plan.arms if arm != "rate_plus_10"]  # backprop is the first
-        sides = [Trained(no_probes(config("byte", ROUTES, f"arm={arm}")), folder) for arm in arms]
-        backprop, *routes = steps_of("byte", *sides)
-        for arm, with_it in zip(arms[1:], routes, strict=True):
-            row(f"route {arm} / none, byte step", with_it / backprop, "", None,
-                f"{with_it * 1e3:.1f} against {backprop * 1e3:.1f} ms a step")  # fmt: skip
-        measured = {size: config(size, f"train.steps={steps}") for size, steps in (("byte", 600), ("subword", 1200))}
-        for what, cfg in (measured | {what: compose_run(given) for what, given in MEASURED.items()}).items():
-            ratio, detail = probe_overhead(cfg, folder, 1 if "small" in what else 3)
-            row(f"run with probes / without, {what}", ratio, "<= 1.05", ratio <= 1.05, detail)
-        spectra_rows(row)
-        torch.manual_seed(0)
-        H, W = torch.randn(1024, 96, dtype=torch.float64), torch.randn(8192, 96, dtype=torch.float64) * 0.1
-        y = torch.randint(8192, (1024,))
-        error = abs(head_gradient_stats(H, W, y)["lost"] - explicit_lost(H, W, y))
-        gram, explicit = race(lambda: head_gradient_stats(H, W, y), lambda: explicit_lost(H, W, y), rounds=7)
-        row(
-            "lost fraction, Gram identity against explicit projection: |difference|",
-            error,
-            "<= 1e-9",
-            error <= 1e-9,
-            "float64, N 1,024, D 96, V 8,192",
-        )
-        row(
-            "explicit projection / Gram identity, seconds",
-            explicit / gram,
-            "",
-            None,
-            f"{explicit * 1e3:.0f} against {gram * 1e3:.0f} ms",
-        )
-        one, two, both = race(*(partial(sweep_seconds, *x, folder) for x in ((1, 1), (2, 1), (1, 2))), rounds=3)
-        detail = "eight runs of 300 steps, start-up included"
-        row("byte sweep, seconds JOBS=1 / JOBS=2", one / two, ">= 1.4", one / two >= 1.4,
-            f"{one:.1f} against {two:.1f} s, one thread a worker; {detail}")  # fmt: skip
-        row("byte sweep, seconds JOBS=1 with two threads / JOBS=2 with one", both / two, "", None,
-            f"{both:.1f} against {two:.1f} s; {detail}")  # fmt: skip
-    table = pd.DataFrame(rows)
+        for group in chosen:
+            GROUPS[group](row, Path(name))
+    table = pd.DataFrame(kept.values()).fillna("")
     from backrank.analysis.tables import markdown
 
-    threads = torch.get_num_threads()
     text = (
-        f"# Timings\n\nRatios within one run, medians of interleaved segments; {threads} thread unless a row says "
-        f"otherwise; the default text.\n\nMachine: {platform.machine()}, {os.cpu_count()} cores; "
-        f"Python {platform.python_version()}, torch {torch.__version__}; {time.strftime('%Y-%m-%d')}; "
-        f"`make bench`.\n\n{markdown(table)}\n"
+        f"# Timings\n\nRatios within one run, medians of interleaved segments; {torch.get_num_threads()} thread unless "
+        f"a row says otherwise; the default text or digits.\n\nMachine: {platform.machine()}, {os.cpu_count()} cores; "
+        f"Python {platform.python_version()}, torch {torch.__version__}; `make bench`.\n\n{markdown(table)}\n"
     )
     out.mkdir(parents=True, exist_ok=True)
     atomic_write(out / "bench.md", text)
-    atomic_write(out / "bench.csv", table.to_csv(index=False))
+    atomic_write(path, table.to_csv(index=False))
     print(f"written: {out / 'bench.md'}")
 
 
