@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3} SCALE=${SCALE:-paper} DEVICE=${DEVICE:-cuda} SEED=${SEED:-1}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" BACKRANK_RUNS=${RUNS:-$PWD/results/runs}
 [ -z "${DATA:-}" ] || export BACKRANK_DATA=$DATA
-ends=$(( $(date +%s) + ${LIMIT:-480} ))
+failed=0 ends=$(( $(date +%s) + ${LIMIT:-480} ))
 
 if ! "$PYTHON" -c 'import hydra, omegaconf' 2>/dev/null; then
     "$PYTHON" -m pip install --quiet --no-index --find-links "${WHEELS:-wheels}" hydra-core omegaconf || exit 2
@@ -26,7 +26,7 @@ while read -r experiment arm; do
     case ${PIPESTATUS[0]} in
         0) ;;
         124 | 130) echo "$experiment $arm: saved, the same call continues it"; break ;;
-        *) echo "$experiment $arm: failed" ;;
+        *) echo "$experiment $arm: failed"; failed=1 ;;
     esac
 done <<RUNS_IN_ORDER
 resnet18_weight_decay wd_0
@@ -45,3 +45,4 @@ if [ -n "${OUT:-}" ]; then
     mkdir -p "$OUT"
     (cd "$BACKRANK_RUNS" && tar cf - --exclude=checkpoint.pt --exclude=.locks .) | tar xf - -C "$OUT"
 fi
+exit "$failed"

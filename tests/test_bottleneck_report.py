@@ -36,6 +36,64 @@ def test_when_a_value_has_fallen():
         assert np.isnan(paper.falls_at(pd.Series(stays), 0.5))
 
 
+def test_when_a_value_reaches_a_share():
+    values = pd.Series([10.0, 9.0, 5.0, 9.0], [0, 10, 20, 40])
+    assert paper.reaches(values, 0.8) == pytest.approx(12.5) and np.isnan(paper.reaches(values, 0.4))
+
+
+def test_layers_in_the_order_of_the_forward_pass():
+    block = ["self_attention.in_proj_weight", "self_attention.out_proj.weight", "mlp.0.weight", "mlp.3.weight"]
+    vit = [f"backbone.encoder.layers.encoder_layer_{i}.{leaf}" for i in range(12) for leaf in block] + ["head.weight"]
+    resnet = ["backbone.conv1.weight", "backbone.layer1.0.conv1.weight", "backbone.layer2.0.conv1.weight"]
+    for order in (vit, resnet):
+        assert paper._by_depth(sorted(order)) == order
+
+
+def test_shapes_compare_each_matrix_with_itself():
+    def ends(first, last):
+        return np.concatenate([np.full(len(STEPS) - 1, first), [last]])
+
+    rows = {
+        "a": {"exponent": ends(5, 3), "ks": ends(0.2, 0.1), "gap": 4.0, "gap_initial": 2.0, "gap_neighbours": 1.0},
+        "b": {"exponent": ends(4, None), "ks": ends(0.2, 0.2), "gap": 1.0, "gap_initial": 1.0, "gap_neighbours": 1.0},
+    }
+    found = paper.shapes(results({("tail_dynamics", "sgd_4", 1): rows}, "shape")).iloc[0]
+    assert (found["exponent_change"], found["ks_change"]) == pytest.approx((-2, -0.05))
+    assert (found["gap_change"], found["gap_stands_out"]) == pytest.approx((np.log(2) / 2, np.log(4) / 2))
+
+
+def test_the_last_layers_bound_stands_apart():
+    rows = {
+        f"h.{i}.mlp": {"tau": 1.0, "uniform": bound, "directional": 3.0} for i, bound in ((2, 2.0), (9, 0.5), (10, 0.9))
+    }
+    found = paper.bound_kept(results({("tail_dynamics", "sgd_4", 1): rows}, "tail_bound")).iloc[0]
+    assert (found["broken_uniform"], found["broken_last_uniform"]) == (0.5, 1.0)
+    assert (found["broken_directional"], found["ratio_uniform"]) == (0.0, 1.25)
+
+
+def test_forgetting_takes_the_least_decay_that_forgets_three_nats():
+    budget = {"wd_0": 0.0, "wd_1": 2.9, "wd_3": 3.1, "wd_9": 9.0}
+    runs = pd.DataFrame(
+        [
+            {
+                "experiment": "toy_shift",
+                "arm": arm,
+                "seed": 1,
+                "id": arm,
+                "forgetting/budget": nats,
+                "rank/weight_mean": 50 - nats,
+                "rank/weight_mean@0": 50.0,
+            }
+            for arm, nats in budget.items()
+        ]
+    )
+    table = paper.forgetting(SimpleNamespace(runs=runs)).set_index("arm")
+    assert table["id"].to_dict() == {"toy_shift.wd_0": "wd_0", "toy_shift.forgets": "wd_3"}
+    assert table.loc["toy_shift.forgets", "compression"] == pytest.approx(6.2)
+    with pytest.raises(Missing):
+        paper.forgetting(SimpleNamespace(runs=runs.iloc[:0]))
+
+
 def test_a_slope_needs_three_points():
     assert paper.slope([0, 1, 2, 3], [1, 3, np.nan, 7]) == pytest.approx(2)
     assert np.isnan(paper.slope([0, 1, 2], [1, np.nan, 3]))
@@ -71,10 +129,15 @@ def test_exponents_in_depth():
         for x in (1, 2, 4, 8) for seed in (1, 2)
     })  # fmt: skip
     table = paper.depth_scaling(r)
+    lacking = r.layers[r.layers["id"] != "depthdepth_8x2"]  # seed 2 has no slope over other depths than seed 1's
+    lacking = paper.depth_scaling(SimpleNamespace(layers=lacking))
+    assert lacking[lacking["arm"] == "slopes"]["seed"].tolist() == [1]
     slopes = table[table["arm"] == "slopes"]
-    assert slopes["time_exponent"].tolist() == pytest.approx([1, 1])
+    x = np.array([1, 2, 4, 8])
+    fifth = 500 * x * 0.2 * 48 / (48 - 24 / x)  # in a line from 48 to 24 / x
+    assert slopes["time_exponent"].tolist() == pytest.approx([np.polyfit(np.log(x), np.log(fifth), 1)[0]] * 2)
     assert slopes["factor_exponent"].tolist() == pytest.approx([1, 1])
     assert slopes["id"].iloc[0].split() == [f"depthdepth_{x}x1" for x in (1, 2, 4, 8)]
     runs = table[table["arm"] != "slopes"]
-    assert runs["time_90"].tolist() == pytest.approx([450 * x for x in (1, 1, 2, 2, 4, 4, 8, 8)])
+    assert runs["time_20"].tolist() == pytest.approx(np.repeat(fifth, 2))
     assert runs["product"].tolist() == pytest.approx([3 * np.log(2 * x) for x in (1, 1, 2, 2, 4, 4, 8, 8)])

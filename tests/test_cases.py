@@ -482,7 +482,7 @@ def test_a_search_that_only_diverged_blocks_its_arm_and_says_so(paper, monkeypat
 
     monkeypatch.setattr(build, "build", diverge)
     run.main(["-m", "experiment=causal_test/one", "scale=paper", "arm=a", "probe=[]"])
-    assert "causal_test/one a: its search has no usable result" in capsys.readouterr().out
+    assert "causal_test/one a: its search has no usable result or its parent failed" in capsys.readouterr().out
     assert not done(paper) and len(folders(paper)) == 3
 
 

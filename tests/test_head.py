@@ -310,3 +310,26 @@ def test_the_frozen_column_head_starts_at_the_dense_one_and_stays_in_its_column_
     assert (moved - U @ (U.T @ moved.double())).norm() < 1e-5 * moved.norm()
     with pytest.raises(ValueError, match="vocab >= width"):
         head.FrozenColumnHead.from_weight(torch.zeros(4, 8))
+
+
+def test_a_head_that_is_no_product_has_the_loss_of_its_own_logits(trainer):
+    """A tempered head: training and evaluation take its forward, and the gradients are those of its logits."""
+    import torch.nn.functional as F
+
+    from backrank.head import DenseHead
+
+    class Tanh(DenseHead):
+        linear = False
+
+        def forward(self, hidden):
+            return 3 * torch.tanh(super().forward(hidden))
+
+    built = trainer("train.steps=3")
+    built.task.head = head = Tanh(built.task.head.weight)
+    x, y = built.batch_at(0)
+    got = built.task(x, y, y.numel())
+    want = F.cross_entropy(head(built.task.hidden(x)), y.flatten())
+    torch.testing.assert_close(got, want)
+    for a, b in zip(*(torch.autograd.grad(loss, list(head.parameters())) for loss in (got, want)), strict=True):
+        torch.testing.assert_close(a, b)
+    assert built.task.evaluate([(x, y)])["loss"] == pytest.approx(want.item(), rel=1e-6)

@@ -63,6 +63,14 @@ def test_a_sweep_runs_parents_first_also_where_their_committed_rows_count(tiny, 
     assert RunDir(tmp_path, child.id).read("meta.json")["parent"] == parent.id
     again = Sweep([study], tmp_path, committed=committed, said=lambda _: None)
     assert again.run() == 0 and not again.ran
+    both = {**committed, child.id: {"validation": 1.0, "test": 1.0}}
+    nothing = Sweep([study], tmp_path / "empty", committed=both, said=lambda _: None)
+    assert nothing.run() == 0 and not nothing.ran  # what counts already needs no parent
+
+
+def test_a_run_id_that_looks_like_a_number_stays_text():
+    for run in ("12345e678901", "1e0000000000", "123456789012"):
+        assert compose_run(["train.steps=1", "optim.lr=1", f"parent={run}"]).parent == run
 
 
 def test_a_run_starts_from_its_parents_weights(train):
@@ -82,6 +90,9 @@ def test_a_parent_that_is_not_there_or_does_not_fit_is_one_clear_error(train, ca
     assert f"parent={parent.name}: has another shape" in capsys.readouterr().err
     assert train(*PLAN, "arm=child").code == 2
     assert "starts from a run of arm base" in capsys.readouterr().err
+    pruned = train("study=pruning")
+    assert pruned.code == 2 and not pruned.folder.exists()
+    assert "parent=None: is the run that study=pruning cuts" in capsys.readouterr().err
 
 
 def test_a_cooldown_is_constant_then_falls_in_a_line_and_shares_every_step_before_it(config, trainer):
@@ -147,13 +158,15 @@ def test_cuts_keep_what_they_say():
     U, s, Vh = torch.linalg.svd(W.double(), full_matrices=False)
     rank = round(0.5 * 60 / 16)
     best = (U[:, :rank] * s[:rank]) @ Vh[:rank]
-    torch.testing.assert_close(cut(W, 0.5, "rank", None), best.float())
+    torch.testing.assert_close(cut(W, 0.5, "rank", (U, False)), best.float())
     torch.testing.assert_close(cut(W, 0.5, "range", (U, False)), best.float())  # its own directions are the best
     torch.testing.assert_close(cut(W.T.contiguous(), 0.5, "range", (U, True)), best.float().T)
-    kept = cut(W, 0.5, "magnitude", None)
+    kept = cut(W, 0.5, "magnitude", (U, False))
     assert (kept != 0).sum() == 30 and kept[kept != 0].abs().min() >= W[kept == 0].abs().max()
     filters = W.reshape(6, 5, 2, 1)
-    assert cut(filters, 0.5, "rank", None).shape == filters.shape
+    assert cut(filters, 0.5, "rank", (U, False)).shape == filters.shape
+    least = cut(W, 0.01, "rank", (U, False))
+    assert torch.linalg.matrix_rank(least) == 1  # never nothing
 
 
 def test_pruning_measures_its_parent_and_changes_nothing(train):

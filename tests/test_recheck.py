@@ -100,7 +100,7 @@ def test_rows_count_again_over_two_changes_of_the_code(recheck, whole):
     assert recheck() == 0, recheck.err
     assert "recheck: 2 of 2 arms gave the same numbers" in recheck.out
     same = recheck.evidence
-    assert ",".join(same.columns) == "experiment,arm,old,new,id,seed,val_loss,git_sha,date,verdict"
+    assert ",".join(same.columns) == "experiment,arm,old,new,id,seed,ran,val_loss,git_sha,date,verdict"
     assert list(same["arm"]) == sorted(ARMS) and set(same["verdict"]) == {"same"} and set(same["seed"]) == {"1"}
     assert list(same["old"]) == [first[arm] for arm in same["arm"]] and not set(same["new"]) & set(first)
     chosen = before[(before["stage"] == "final") & before["searched"]].set_index("arm")
@@ -193,4 +193,7 @@ def test_arms_that_differ_in_numbers_alone_are_one_case(monkeypatch):
         return recheck_module.case(heads, {"arm": arm, "code_hash": code})
 
     assert of("backward_r8") == of("backward_r4") != of("factorised_r4")
+    cells = Study("causal_test/width_and_vocab", "smoke")
+    wide, narrow = (recheck_module.case(cells, {"arm": arm, "code_hash": "old"}) for arm in list(cells.arms)[::3][:2])
+    assert wide != narrow  # another width or vocabulary is another case
     assert len({of("ordinary"), of("ordinary", "older"), of("backward_r4")}) == 3

@@ -1,5 +1,6 @@
 """Figures of the backward bottleneck, and what is derived from its layer rows."""
 
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -37,12 +38,10 @@ def _by_depth(layers: list[str]) -> list[str]:
     """Layers from input to output: by the numbers in their names, the head last."""
 
     def key(layer: str):
-        return layer.startswith("head"), [int(part) if part.isdigit() else part for part in layer.split(".")]
+        named = layer.replace("self_attention", "attention")  # in front of the feed-forward pair, mlp
+        return layer.startswith("head"), re.sub(r"\d+", lambda number: number[0].zfill(9), named)
 
-    try:
-        return sorted(layers, key=key)
-    except TypeError:  # a number where another name has a word
-        return sorted(layers, key=lambda layer: (layer.startswith("head"), layer))
+    return sorted(layers, key=key)
 
 
 def _present(r: Results, kind: str, extra: Iterable[str] = ()) -> list[str]:
@@ -63,6 +62,8 @@ def _present(r: Results, kind: str, extra: Iterable[str] = ()) -> list[str]:
 def _forgetting(r: Results, name: str) -> str | None:
     """The arm of the least decay that has forgotten 3 nats of its start."""
     rows = r.runs[r.runs["experiment"] == name]
+    if not len(rows) or "forgetting/budget" not in rows:
+        return None
     forgets = rows[rows["forgetting/budget"] >= 3].sort_values("forgetting/budget")
     return forgets["arm"].iloc[0] if len(forgets) else None
 
@@ -273,14 +274,14 @@ def tail_steps(r: Results):
 
 
 def depth(r: Results):
-    """Compression, the generalisation gap and the time to 90 % of the fall against depth."""
+    """Compression, the generalisation gap and the time to a loss of a fifth of the rank, against depth."""
     arms = depth_scaling(r).dropna(subset=["depth"])
     runs = r.runs[r.runs["experiment"] == "depth"].set_index("id")
     panels = {
         "compression of the mean rank (%)": 100 - 100 / arms["factor"],
         "accuracy, trained less held-out (points)": 100
         * arms["id"].map(runs["fit/accuracy"] - runs["val_accuracy"]).astype(float),
-        "steps to 90 % of the fall": arms["time_90"],
+        "steps until a fifth of the rank is gone": arms["time_20"],
     }
     figure, axes = new(3.3 * len(panels) + 0.4, 3.9, len(panels))
     depths = sorted(set(arms["depth"]))
@@ -345,6 +346,15 @@ def falls_at(values: pd.Series, share: float) -> float:
     return float(np.interp(share, done[i - 1 : i + 1], steps[i - 1 : i + 1]))
 
 
+def reaches(values: pd.Series, share: float) -> float:
+    """The step (the index) at which a value is first down to that share of its start; nan where it never is."""
+    below = (values <= share * values.iloc[0]).to_numpy()
+    i = int(below.argmax())
+    if not below.any():
+        return np.nan
+    return float(np.interp(-share * values.iloc[0], -values.iloc[i - 1 : i + 1], values.index[i - 1 : i + 1]))
+
+
 def slope(x, y) -> float:
     """Least squares over the finite points; nan of fewer than three."""
     x, y = np.asarray(x, float), np.asarray(y, float)
@@ -376,6 +386,8 @@ def forgetting(r: Results) -> pd.DataFrame:
             for _, run in rows[rows["arm"] == of].iterrows():
                 compression = 100 - 100 * run["rank/weight_mean"] / run["rank/weight_mean@0"]
                 found.append({"arm": f"{name}.{arm}", "seed": run["seed"], "id": run["id"], "compression": compression})
+    if not found:
+        raise Missing("no model trained at several decays has runs")
     return pd.DataFrame(found)
 
 
@@ -400,19 +412,61 @@ def depth_scaling(r: Results) -> pd.DataFrame:
         wide = mine.pivot_table("erank", "step", "layer")
         mean = wide.mean(axis=1)
         found.append({"arm": arm, "seed": seed, "id": run, "depth": float(arm.removeprefix("depth_").removesuffix("x")),
-                      "time_90": falls_at(mean, 0.9), "factor": mean.iloc[0] / mean.iloc[-1],
+                      "time_20": reaches(mean, 0.8), "factor": mean.iloc[0] / mean.iloc[-1],
                       "product": np.log(wide.iloc[0] / wide.iloc[-1]).sum()})  # fmt: skip
     table = pd.DataFrame(found)
-    exponents = {"time_exponent": table["time_90"], "factor_exponent": table["factor"],
+    exponents = {"time_exponent": table["time_20"], "factor_exponent": table["factor"],
                  "product_exponent": table["product"]}  # fmt: skip
     logs = pd.DataFrame({name: np.log(values.where(values > 0)) for name, values in exponents.items()})
     for seed, mine in table.groupby("seed"):
+        if len(mine) < table["arm"].nunique():  # a slope over other depths is another number
+            continue
         row = {name: slope(np.log(mine["depth"]), logs.loc[mine.index, name]) for name in logs}
         found.append({"arm": "slopes", "seed": seed, "id": " ".join(mine["id"]), **row})
     return pd.DataFrame(found)
 
 
+def shapes(r: Results) -> pd.DataFrame:
+    """By run: how the spectra changed, each matrix against itself: exponent, KS distance, logarithm of the gap at r.
+
+    gap_change: of the gap at the end, less that of the initial weights; gap_stands_out: less the mean from r/2 to 2r.
+    """
+    found = []
+    for name in _present(r, "shape", extra=["tail_dynamics"]):
+        rows = _rows(r, name, "shape")
+        forgets = _forgetting(r, name) if name in TRAINED else None
+        for (arm, seed, run), mine in rows.groupby(["arm", "seed", "id"]):
+            first, last = (mine[mine["step"] == step].set_index("layer") for step in (0, mine["step"].max()))
+            logs = {key: np.log(last[key].astype(float)) for key in ("gap", "gap_initial", "gap_neighbours")}
+            row = {"seed": seed, "id": run,
+                   "exponent_change": (last["exponent"] - first["exponent"]).astype(float).mean(),
+                   "ks_change": (last["ks"] - first["ks"]).astype(float).mean(),
+                   "gap_change": (logs["gap"] - logs["gap_initial"]).mean(),
+                   "gap_stands_out": (logs["gap"] - logs["gap_neighbours"]).mean()}  # fmt: skip
+            found += [{"arm": f"{name}.{a}", **row} for a in (arm, *(["forgets"] if arm == forgets else []))]
+    return pd.DataFrame(found)
+
+
+def bound_kept(r: Results) -> pd.DataFrame:
+    """By run: share of layers and steps that break the bound, of the last layer (which it allows no growth) and of the
+    others, and the median of bound over measured there."""
+    rows = _rows(r, "tail_dynamics", "tail_bound")
+    rows = rows[rows["tau"] > 0]
+    last = _by_depth(list(set(rows["layer"])))[-1]
+    found = []
+    for (arm, seed, run), mine in rows.groupby(["arm", "seed", "id"]):
+        row = {"arm": arm, "seed": seed, "id": run}
+        for kind in ("uniform", "directional"):
+            broken, inner = mine[kind] < mine["tau"], mine["layer"] != last
+            row |= {f"broken_{kind}": broken[inner].mean(), f"broken_last_{kind}": broken[~inner].mean(),
+                    f"ratio_{kind}": (mine[kind] / mine["tau"])[inner].median()}  # fmt: skip
+        found.append(row)
+    return pd.DataFrame(found)
+
+
 DERIVED = {
+    "shapes": shapes,
+    "bound_kept": bound_kept,
     "layers": layers,
     "forgetting": forgetting,
     "coupling_over_training": coupling_over_training,

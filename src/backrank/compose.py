@@ -26,7 +26,16 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 TEXT_KEYS = ("label",)  # whatever is typed is the text
 # text too, of which a comma makes a sweep
-NAME_KEYS = ("runs", "data.path", "data.root", "data.cache", "data.tokenizer", "logger.project", "logger.entity")
+NAME_KEYS = (
+    "runs",
+    "parent",
+    "data.path",
+    "data.root",
+    "data.cache",
+    "data.tokenizer",
+    "logger.project",
+    "logger.entity",
+)
 PLUGINS = ("intervention", "probe")  # groups whose choices are classes, not files
 QUOTED = re.compile(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""")
 

@@ -341,13 +341,14 @@ def validate(cfg: DictConfig) -> None:
     if cfg.optim.momentum >= 1:
         raise ConfigError("optim.momentum", cfg.optim.momentum, "is not below 1", "For example 0.9")
     if (cfg.optim.cooldown is not None) != (cfg.optim.schedule == "wsd") or not (
-        cfg.optim.cooldown is None or 1 <= cfg.optim.cooldown <= cfg.train.steps
+        cfg.optim.cooldown is None or 1 <= cfg.optim.cooldown <= cfg.train.steps - cfg.optim.warmup
     ):
         raise ConfigError(
             "optim.cooldown",
             cfg.optim.cooldown,
-            f"does not go with optim.schedule={cfg.optim.schedule} and train.steps={cfg.train.steps}",
-            "wsd needs 1 to train.steps, the others null",
+            f"does not go with optim.schedule={cfg.optim.schedule}, train.steps={cfg.train.steps} and "
+            f"optim.warmup={cfg.optim.warmup}",
+            "wsd needs 1 to train.steps - optim.warmup, the others null",
         )
     if cfg.train.loss == "liger" and cfg.device == "cpu":
         raise ConfigError("train.loss", "liger", "needs a GPU", "Use train.loss=chunked")

@@ -153,7 +153,8 @@ class Study:
         return self._configs[arm]
 
     def job(self, arm: str, seed: int, stage: str, settings: dict[str, float]) -> Job:
-        key, parent = (arm, seed, *sorted(settings.items())), self._parents.get((arm, seed), "")
+        parent = self._parents.get((arm, seed), "")
+        key = (arm, seed, parent, *sorted(settings.items()))
         if key not in self._ids:
             if arm not in self._canonical:
                 self._canonical[arm] = canonical(*self.config(arm))
@@ -215,7 +216,7 @@ class Study:
         for seed in {*self.seeds, *([self.plan.search.seed] if self.grids(arm) else [])}:
             job = self.job(leader, seed, "final", best)
             self._parents[arm, seed] = job.id
-            if job.id not in {known.id for known in out.jobs}:
+            if job.id not in {other.id for other in out.jobs}:
                 out.jobs.append(job)
             if failed(job.id) and arm not in out.blocked:
                 out.blocked.append(arm)

@@ -1,9 +1,9 @@
 """Recheck: evidence that newer code gives the numbers of the committed rows that older code made.
 
-Stale arms that the same code makes with the same kinds of settings, whatever the numbers in them, are one case. Of each
-case the cheapest run is trained again under the current code, in a folder that is removed afterwards, and every final
-metric is compared with the committed row, to the last bit. What came out is a row of same_code.csv for every arm of the
-case, from which `rundir.same_code` says whose rows count. Imports no torch.
+Stale arms that the same code makes with the same settings but for rates, ranks and the like are one case. Of each case
+the cheapest run is trained again under the current code, in a folder that is removed afterwards, and every final metric
+is compared with the committed row, to the last bit. What came out is a row of same_code.csv for every arm of the case,
+which names the run and its arm, and from which `rundir.same_code` says whose rows count. Imports no torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def recheck(paper: str, settings: Settings) -> int:
             problem = f"has no finished runs of {', '.join(names)} to recheck"
             raise ConfigError("recheck", folder, problem, f"make reproduce-{paper.replace('_', '-')} makes them")
         stale = marked(rows, studies, folder).query("stale")
-        picks = [(study, row, job) for study in studies for row, job in pick(study, stale, folder, Path(root))]
+        planned = {s.name: planned_jobs(s, folder, Path(root)) for s in studies}
+        picks = [(study, row, job) for study in studies for row, job in pick(study, stale, folder, planned[study.name])]
         cases: dict[str, list[tuple[Study, dict[str, str], Job]]] = {}
         for study, row, job in picks:
             if job:
@@ -81,7 +82,7 @@ def recheck(paper: str, settings: Settings) -> int:
                 print(f"{job}{also}: {verdict if verdict == 'same' else f'DIFFERENT: {verdict}'}", flush=True)
 
         sweep = Sweep(
-            [Picked(s, [members[0][2] for members in left if members[0][0] is s]) for s in studies],
+            [Picked(s, with_parents([m[0][2] for m in left if m[0][0] is s], planned[s.name])) for s in studies],
             Path(root),
             settings.jobs,
             said=lambda line: print(line.partition(" (log: ")[0], flush=True),  # a log that is removed here
@@ -98,11 +99,28 @@ def recheck(paper: str, settings: Settings) -> int:
     return code or int(same < len(picks))
 
 
-def pick(study: Study, stale: pd.DataFrame, folder: Path, root: Path) -> Iterator[tuple[dict[str, str], Job | None]]:
+def planned_jobs(study: Study, folder: Path, root: Path) -> dict[str, Job]:
+    """The runs of a plan by id, all of them final: of a search, diverging would be a result."""
+    jobs = Sweep([study], root, committed=committed_losses(folder)).progress()[0].jobs
+    return {job.id: replace(job, stage="final") for job in jobs}
+
+
+def with_parents(jobs: list[Job], planned: dict[str, Job]) -> list[Job]:
+    """The jobs, and before each what it starts from: their folders are not here."""
+    found: dict[str, Job] = {}
+    for job in jobs:
+        line = [job]
+        while line[0].parent:
+            line.insert(0, planned[line[0].parent])
+        found |= {j.id: j for j in line}
+    return list(found.values())
+
+
+def pick(
+    study: Study, stale: pd.DataFrame, folder: Path, planned: dict[str, Job]
+) -> Iterator[tuple[dict[str, str], Job | None]]:
     """For each arm, and each older code that no evidence connects with another: a stale row, of final runs and the
     searched seed first, and its job; None where the plan has no such run any more."""
-    jobs = Sweep([study], root, committed=committed_losses(folder)).progress()[0].jobs
-    planned = {job.id: replace(job, stage="final") for job in jobs}  # of a search, diverging would be a result
     name = study.name.split("/")[1]
     mine = stale[(stale["experiment"] == name) & stale["arm"].isin(study.arms)]
     mine = mine.assign(n=mine["seed"].astype(int), rest=mine["searched"] != "True", gone=~mine["id"].isin(planned))
@@ -115,19 +133,20 @@ def pick(study: Study, stale: pd.DataFrame, folder: Path, root: Path) -> Iterato
 
 def case(study: Study, row: dict[str, str]) -> str:
     """What two arms have in common whose runs take the same way through the same code: the code's versions, and all
-    settings but the values of numbers that are not 0."""
+    settings but the values, if they are not 0, of the optimiser's and the interventions' numbers (rates, ranks)."""
 
     def kind(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: kind(v) for key, v in value.items() if key != "content"}
+            return {key: kind(v) for key, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [kind(v) for v in value]
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return bool(value) if number else value
 
     cfg, hashes = study.config(row["arm"])
-    plain = kind(canonical(cfg, hashes)) | {"seed": 1, "parent": cfg.parent is not None}
-    plain["data"]["module"] = SOURCES[cfg.data.source]
+    plain = canonical(cfg, hashes) | {"seed": 1, "parent": cfg.parent is not None}
+    plain |= {key: kind(plain[key]) for key in ("optim", "intervention")}
+    plain["data"] |= {"content": SOURCES[cfg.data.source]}
     return json.dumps([row["code_hash"], code_hash(cfg), plain], sort_keys=True)
 
 
@@ -150,6 +169,7 @@ def compare(old: dict[str, str], rundir: RunDir, table: Path, arms: list[dict[st
         "old": old["code_hash"],
         "new": meta["code_hash"],
         **{key: old[key] for key in ("id", "seed")},
+        "ran": f"{old['experiment']} {old['arm']}",
         "val_loss": str(summary.get("val/loss", "")),  # a study's run has none
         "git_sha": meta["git_sha"] + "-dirty" * meta["dirty"],
         "date": meta["started"][:10],

@@ -189,7 +189,7 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
         recorder = Recorder(rundir.path, WandbMirror(rundir.path, cfg.logger) if cfg.logger.name == "wandb" else None)
         if cfg.study:
             measured = measure(cfg, source, runs_root(cfg))
-            trainer, record = None, {"device": "cpu", "parents": measured.parents, "facts": {}}
+            trainer, record = None, {"device": measured.device, "parents": measured.parents, "facts": {}}
         else:
             from .build import build  # from here on torch is loaded
 

@@ -183,6 +183,8 @@ def code_hash(cfg: Any) -> str:
     kinds = [f"models/{name}" for name in (*built_on, cfg.model.kind)]
     files = [own / f"{name}.py" for name in (*NUMERIC, *kinds, f"data/{SOURCES[cfg.data.source]}")]
     files += [own / f"studies/{cfg.study}.py", *sorted((own / "theory").glob("*.py"))] if cfg.study else []
+    if cfg.study or "adapters" in cfg.intervention:  # their numbers rest on spectra
+        files += [own / "spectra.py", own / "probes" / "spectra.py"]
     files += sorted({Path(sys.modules[INTERVENTIONS[i].__module__].__file__ or "") for i in cfg.intervention})
     digest = hashlib.sha256()
     for path in files:

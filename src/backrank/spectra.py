@@ -186,11 +186,13 @@ def tail_exponent(s, least=LEAST_TAIL):
 def gap_ratio(s, r):
     """sigma_r / sigma_{r+1}, and the geometric mean of such ratios from r/2 to 2r, what a smooth fall would give there.
 
-    (None, None) where the spectrum ends before sigma_{r+1}, or sigma_{r+1} is under 1e-6 sigma_1.
+    Singular values under 1e-6 sigma_1, which are noise, count as that. (None, None) where the spectrum ends before
+    sigma_{r+1}, or is zero.
     """
-    if not 1 <= r < len(s) or not s[r] > 1e-6 * s[0]:
+    if not 1 <= r < len(s) or not s[0] > 0:
         return None, None
-    low, high = (r + 1) // 2, min(2 * r, int((s > 1e-6 * s[0]).sum()) - 1)
+    s = s.clamp(min=1e-6 * float(s[0]))
+    low, high = (r + 1) // 2, min(2 * r, len(s) - 1)
     return float(s[r - 1] / s[r]), float((s[low - 1] / s[high]) ** (1 / (high - low + 1)))
 
 

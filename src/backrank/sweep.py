@@ -72,11 +72,10 @@ class Sweep:
         What is done already is counted on the way.
         """
         plans = self.progress()
-        self.needed = {j.parent for p in plans for j in p.jobs if j.parent and not RunDir(self.root, j.id).done}
+        self.needed = {j.parent for p in plans for j in p.jobs
+                       if j.parent and j.id not in self.committed and not RunDir(self.root, j.id).done}  # fmt: skip
         for n, (study, progress) in enumerate(zip(self.studies, plans, strict=True)):
             for job in progress.jobs:
-                if job.parent and not RunDir(self.root, job.parent).done:
-                    continue
                 if job.id in self.running | self.held or job.id in self.failed or (n, job.id) in self.seen:
                     continue
                 if self.settled(study, job):
@@ -84,6 +83,10 @@ class Sweep:
                     if job.id not in self.ran:
                         self.skipped.add(job.id)
                     continue
+                if job.parent:
+                    parent = next(j for j in progress.jobs if j.id == job.parent)
+                    if parent.id in self.running or not self.settled(study, parent):
+                        continue
                 others = [(m, j.arm) for m, p in enumerate(plans) if m != n for j in p.jobs if j.id == job.id]
                 return n, job, [watched(self.studies[m].config(arm)[0]) for m, arm in others]
         return None
@@ -213,7 +216,7 @@ class Sweep:
             self.said(f"{len(self.skipped)} runs were done already and left as they are")
         blocked = {f"{s.name} {arm}" for s, p in zip(self.studies, self.progress(), strict=True) for arm in p.blocked}
         for name in sorted(blocked):
-            self.said(f"{name}: its search has no usable result, so its final runs wait")
+            self.said(f"{name}: its search has no usable result or its parent failed, so its final runs wait")
         if self.failed:
             self.said(f"{len(self.failed)} runs failed; the same command tries them again:")
             for job, why in self.failed.values():

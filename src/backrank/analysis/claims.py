@@ -6,7 +6,7 @@ stands beside it.
 
 kind           fields beside experiment and metric       verdict
 value          arm [minus] [stat] [tolerance]            reproduced | differs
-difference     arm minus [direction]                     reproduced | same direction | underpowered | differs
+difference     arm minus [direction] [margin]            reproduced | same direction | underpowered | differs
 ratio          arm over [baseline] [direction]           the same, against 1, Fieller's interval
 no_effect      arm minus|over [baseline] [margin]        reproduced | underpowered | differs
 ordering       arms (metric rises) or pairs              reproduced | same direction | differs

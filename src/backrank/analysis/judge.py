@@ -212,7 +212,7 @@ class _Judge:
             margin = c.margin if c.margin is not None else RATIO_MARGIN if c.over else MARGIN
             return numbers | {"verdict": no_effect_verdict(low, high, null, margin)}
         if c.kind in ("difference", "ratio"):
-            return numbers | {"verdict": effect_verdict(low, high, float(c.kind == "ratio"), p, c.direction)}
+            return numbers | {"verdict": effect_verdict(low, high, float(c.kind == "ratio"), p, c.direction, c.margin)}
         if c.stat == "mean":
             verdict, note = value_verdict(self.contrast(table), p, c.tolerance)
             self.notes.append(note)

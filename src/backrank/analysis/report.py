@@ -157,8 +157,9 @@ def _head(r: Results, planned, committed: dict[str, str]) -> list[str]:
         names = [f"{x['experiment']}/{x['arm']} seed {x['seed']} (`{x['id']}`)" for x in rows.to_dict("records")]
         lines.append(f"- {what}: {', '.join(names) or 'none'}.")
     if n := done.loc[done["rechecked"].eq(True), "id"].nunique() if "rechecked" in done else 0:
-        lines.append(f"- {n} runs of older code count by recheck: one run of their arm, trained again under newer "
-                     "code, gave every final metric to the last bit ([same_code.csv](same_code.csv)).")  # fmt: skip
+        lines.append(f"- {n} runs of older code count by recheck: a run of the same settings but for rates and ranks, "
+                     "trained again under newer code, gave every final metric to the last bit "
+                     "([same_code.csv](same_code.csv)).")  # fmt: skip
     names = [f"{x['experiment']}/{x['arm']} {x['key']} = {x['choice']}" for x in edges.to_dict("records")]
     lines.append(f"- Choices on the edge of their grid: {', '.join(names) or 'none'}.")
     have = set(r.runs["experiment"])
@@ -274,10 +275,11 @@ def _derived(r: Results, functions: dict[str, Callable[[Results], pd.DataFrame]]
         with suppress(figures.Missing):
             table = function(r)
             used = [r.runs[r.runs["id"].isin(ids.split())] for ids in table["id"]]
-            whole = pd.concat(used)
             shared = {"paper": r.paper, "experiment": experiment, "scale": r.scale, "stage": "final", "status": "done"}
-            shared |= {key: ", ".join(sorted(set(whole[key].astype(str)))) for key in ("data", "data_hash")}
-            found.append(table.assign(**shared, stale=[bool(rows["stale"].any()) for rows in used]))
+            each = {
+                key: [", ".join(sorted(set(rows[key].astype(str)))) for rows in used] for key in ("data", "data_hash")
+            }
+            found.append(table.assign(**shared, **each, stale=[bool(rows["stale"].any()) for rows in used]))
     return found
 
 

@@ -64,7 +64,14 @@ def value_verdict(ours: stats.Estimate, published: Published, tolerance: float |
     return (REPRODUCED if inside else DIFFERS), f"accepted {low - wide:.6g} to {high + wide:.6g}"
 
 
-def effect_verdict(low: float, high: float, null: float, published: Published, direction: str | None = None) -> str:
+def effect_verdict(
+    low: float,
+    high: float,
+    null: float,
+    published: Published,
+    direction: str | None = None,
+    margin: float | None = None,
+) -> str:
     """Verdict on a difference (null 0) or ratio (null 1) from our interval; the side is the published value's.
 
     Without a published value `direction` gives the side, and an interval inside the margin speaks against the effect.
@@ -79,7 +86,7 @@ def effect_verdict(low: float, high: float, null: float, published: Published, d
     if not low <= null <= high:
         return DIFFERS
     if math.isnan(published.value):
-        margin = RATIO_MARGIN if null == 1 else MARGIN
+        margin = margin if margin is not None else RATIO_MARGIN if null == 1 else MARGIN
         return DIFFERS if null - margin <= low and high <= null + margin else UNDERPOWERED
     return UNDERPOWERED if low <= published.value <= high else DIFFERS
 

@@ -33,6 +33,8 @@ class Adapters(Intervention):
     def check(self, cfg: DictConfig) -> None:
         super().check(cfg)
         self.check_rank(self.rank, cfg.model.width)
+        if "forgetting" in cfg.probe:
+            self.refuse("rank", self.rank, "freezes what probe forgetting follows", "Leave the probe out")
         if self.allocate not in ALLOCATIONS:
             self.refuse("allocate", self.allocate, "is not known", f"Use one of {', '.join(ALLOCATIONS)}")
 

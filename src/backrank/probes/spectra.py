@@ -45,6 +45,10 @@ def parts(task: Any) -> dict[str, dict[str, Tensor]]:
     from ..spectra import block_matrices, other_matrices
 
     block, other = block_matrices(task), other_matrices(task)
+    for name in [name for name in block if ".parametrizations." in name]:  # the matrix that is used, not what makes it
+        path, _, rest = name.partition(".parametrizations.")
+        del block[name]
+        block[f"{path}.{rest.split('.')[0]}"] = getattr(task.get_submodule(path), rest.split(".")[0]).detach()
     if not isinstance(task.head.weight, Parameter):  # a product's own spectrum, beside those of its factors
         other["head.weight"] = task.head.weight.detach()
     if pattern := getattr(task.backbone, "counted", None):

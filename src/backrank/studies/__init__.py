@@ -15,11 +15,12 @@ from omegaconf import DictConfig
 
 @dataclass
 class Measured:
-    """metrics: name -> number. rows: for layers.jsonl. parents: ids of the runs it was made from."""
+    """metrics: name -> number. rows: for layers.jsonl. parents: ids of the runs it was made from. device: where."""
 
     metrics: dict[str, float]
     rows: list[dict[str, Any]] = field(default_factory=list)
     parents: list[str] = field(default_factory=list)
+    device: str = "cpu"
 
 
 def measure(cfg: DictConfig, source: Any, root: Path) -> Measured:

@@ -1,9 +1,11 @@
-"""What a trained network keeps when its counted matrices are cut to a share of their parameters (backward_bottleneck).
+"""What a trained network keeps when its matrices are cut to a share of their parameters (backward_bottleneck).
+
+Cut are the counted matrices but the classifier, which at few classes is no matrix to speak of.
 
 rank       the leading singular directions: k (n + m) of n m parameters
 range      the same number of directions, the leading ones of range(P_{>k}^T) on the side of the layer's output: by the
            paper the columns of every gradient lie in it. They are the leading eigenvectors of E[G G^T], G the gradient
-           of <h, v>, h the states in front of the head and v Gaussian. The classifier itself is cut by `rank`.
+           of <h, v>, h the states in front of the head and v Gaussian
 magnitude  the largest entries of each matrix; what it would cost to say where they are is not counted
 """
 
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
+from ..config import ConfigError
 from . import Measured
 
 if TYPE_CHECKING:
@@ -35,12 +38,14 @@ def run(cfg: DictConfig, source: Any, root: Path) -> Measured:
     from ..probes.spectra import parts
     from ..rundir import RunDir
 
+    if cfg.parent is None:
+        raise ConfigError("parent", None, "is the run that study=pruning cuts", "Name a finished one: parent=<run id>")
     device = pick_device(cfg.device)
     task = build_task(cfg)[0].to(device)
     inherit(task, RunDir(root, cfg.parent))
     stream = source.stream(cfg, device)
     named = dict(task.named_parameters())
-    weights = {name: named[name].data for name in parts(task)["block"]}
+    weights = {name: named[name].data for name in parts(task)["block"] if not name.startswith("head.")}
     trained = {name: W.clone() for name, W in weights.items()}
     with torch.random.fork_rng():
         torch.manual_seed(cfg.seed)
@@ -58,12 +63,14 @@ def run(cfg: DictConfig, source: Any, root: Path) -> Measured:
         found[f"prune/{method}_least"] = min(
             (k for k, a in curve.items() if a >= whole["accuracy"] - 0.01), default=1.0
         )
-    return Measured(found, parents=[cfg.parent])
+    return Measured(found, parents=[cfg.parent], device=str(device))
 
 
-def cut(W: Tensor, kept: float, method: str, basis: tuple[Tensor, bool] | None) -> Tensor:
-    """W with `kept` of its parameters, in its own shape. basis: directions of the output side by falling importance,
-    and whether that side is the columns; None: cut by `rank` instead of `range`."""
+def cut(W: Tensor, kept: float, method: str, basis: tuple[Tensor, bool]) -> Tensor:
+    """W with `kept` of its parameters, or of rank 1 if that has more, in its own shape.
+
+    basis: directions of the output side by falling importance, and whether that side is the columns.
+    """
     import torch
 
     M = W.flatten(1).double()
@@ -74,8 +81,8 @@ def cut(W: Tensor, kept: float, method: str, basis: tuple[Tensor, bool] | None) 
         largest = M.flatten().abs().topk(many).indices
         out[largest] = M.flatten()[largest]
         return out.to(W).view_as(W)
-    rank = round(kept * n * m / (n + m))
-    if method == "range" and basis is not None:
+    rank = max(1, round(kept * n * m / (n + m)))
+    if method == "range":
         U, columns = basis
         U = U[:, :rank]
         M = M @ U @ U.T if columns else U @ (U.T @ M)
@@ -85,12 +92,12 @@ def cut(W: Tensor, kept: float, method: str, basis: tuple[Tensor, bool] | None) 
     return M.to(W).view_as(W)
 
 
-def backward_ranges(task: Task, x: Tensor, weights: dict[str, Tensor]) -> dict[str, tuple[Tensor, bool] | None]:
-    """By matrix the eigenvectors of E[G G^T], most important first, on the side of the output; None for the head."""
+def backward_ranges(task: Task, x: Tensor, weights: dict[str, Tensor]) -> dict[str, tuple[Tensor, bool]]:
+    """By matrix the eigenvectors of E[G G^T], most important first, on the side of the output."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
-    named = {name: p for name, p in task.named_parameters() if name in weights and not name.startswith("head.")}
+    named = {name: p for name, p in task.named_parameters() if name in weights}
     columns = {name: isinstance(task.get_submodule(name.rpartition(".")[0]), Conv1D) for name in named}
     grams: dict[str, Tensor] = {}
     with task.evaluating():
@@ -101,7 +108,4 @@ def backward_ranges(task: Task, x: Tensor, weights: dict[str, Tensor]) -> dict[s
                 M = G.flatten(1).double()
                 M = M.T if columns[name] else M
                 grams[name] = grams.get(name, 0) + M @ M.T
-    found: dict[str, tuple[Tensor, bool] | None] = dict.fromkeys(weights)
-    for name, gram in grams.items():
-        found[name] = torch.linalg.eigh(gram)[1].flip(1), columns[name]
-    return found
+    return {name: (torch.linalg.eigh(gram)[1].flip(1), columns[name]) for name, gram in grams.items()}

@@ -5,9 +5,11 @@ Exact where it is arithmetic; where something is drawn, the run's seed draws it.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig
 
 from . import Measured
@@ -36,6 +38,10 @@ def recursion() -> dict[str, float]:
         growth = tails.growth(DEEP, [steps[L] for L in DEEP])
         found |= {f"{name}/exponent": growth.exponent, f"{name}/r2_linear": growth.r2_linear,
                   f"{name}/r2_log": growth.r2_log}  # fmt: skip
+    times = np.array([1e7, 1e8])  # where t^(L-1) is all that is left of the transient, four layers
+    M = tails.recursion_matrix(DECAY, DECAY, 4)
+    late = tails.log_tails(M, times)[:, 0] - times * math.log(1 - DECAY)
+    found["transient/exponent_4"] = float(np.diff(late)[0] / np.diff(np.log(times))[0])
     page = tails.tail_steps(PAGE_DECAY, PAGE_RATIO * PAGE_DECAY, 21)
     forget = tails.forget_steps(DECAY)
     return found | {
