@@ -182,7 +182,10 @@ def code_hash(cfg: Any) -> str:
     built_on = re.findall(r"^from \. import (\w+)", model.read_text(), re.MULTILINE)  # the toy is GPT-2's blocks
     kinds = [f"models/{name}" for name in (*built_on, cfg.model.kind)]
     files = [own / f"{name}.py" for name in (*NUMERIC, *kinds, f"data/{SOURCES[cfg.data.source]}")]
-    files += [own / f"studies/{cfg.study}.py", *sorted((own / "theory").glob("*.py"))] if cfg.study else []
+    if cfg.study:
+        study = own / "studies" / f"{cfg.study}.py"
+        uses = set(re.findall(r"\w+", " ".join(re.findall(r"from \.\.theory\b(.*)", study.read_text()))))
+        files += [study, *(path for path in sorted((own / "theory").glob("*.py")) if path.stem in uses)]
     if cfg.study or "adapters" in cfg.intervention:  # their numbers rest on spectra
         files += [own / "spectra.py", own / "probes" / "spectra.py"]
     files += sorted({Path(sys.modules[INTERVENTIONS[i].__module__].__file__ or "") for i in cfg.intervention})
