@@ -1,1 +1,1 @@
-"""backward_bottleneck's theory and arithmetic as pure functions: no config, no training, no global random state."""
+"""The papers' theory and arithmetic as pure functions: no config, no training, no global random state."""
