@@ -74,15 +74,13 @@ def _decay(r: Results, name: str, arm: str) -> str:
 
 
 def ranks(r: Results):
-    """Effective rank of every counted matrix over training, seed mean: at the page's decay, and at one that forgets."""
+    """Effective rank of every counted matrix over training, seed mean: at the page's decay, and one that forgets or none."""
     names = _present(r, "weight")
     figure, axes = new(3.1 * len(names) + 0.9, 6.6, len(names), 2, sharey=True)
     for column, name in zip(axes.T, names, strict=True):
         title, page, _ = TRAINED[name]
-        for i, (ax, arm) in enumerate(zip(column, (page, _forgetting(r, name)), strict=True)):
-            if arm is None or i and arm == page:
-                ax.set_axis_off()
-                continue
+        other = _forgetting(r, name)
+        for ax, arm in zip(column, (page, other if other not in (None, page) else "wd_0"), strict=True):
             rows = _rows(r, name, "weight", arm)
             wide = rows.pivot_table("erank", "step", "layer")
             wide /= wide.iloc[0]
