@@ -74,7 +74,7 @@ def _decay(r: Results, name: str, arm: str) -> str:
 
 
 def ranks(r: Results):
-    """Effective rank of every counted matrix over training, seed mean: at the page's decay, and one that forgets or none."""
+    """Effective rank of every counted matrix over training: at the page's decay, and one that forgets (or none)."""
     names = _present(r, "weight")
     figure, axes = new(3.1 * len(names) + 0.9, 6.6, len(names), 2, sharey=True)
     for column, name in zip(axes.T, names, strict=True):
