@@ -161,10 +161,10 @@ class Study:
             plain = copy.deepcopy(self._canonical[arm])
             plain |= {"seed": seed, **({"parent": parent} if parent else {})}
             for name, value in settings.items():
-                *parents, last = name.split(".")
+                *groups, last = name.split(".")
                 node = plain
-                for parent in parents:
-                    node = dict(node)[parent]  # interventions are a list of (name, settings)
+                for group in groups:
+                    node = dict(node)[group]  # interventions are a list of (name, settings)
                 node[last] = value
             self._ids[key] = hash_of(plain)
         overrides = (*self.common, *self.pick(arm), f"seed={seed}", *([f"parent={parent}"] if parent else []),

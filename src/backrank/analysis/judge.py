@@ -133,7 +133,7 @@ class _Judge:
             return {"verdict": NOT_RUN}
         used = self.runs[self.runs["seed"].isin(table.index)]
         # units that are no runs may each rest on data of their own, but then all arms on the same
-        derived = "code_hash" in used and used["code_hash"].isna().all()
+        derived = "derived" in used and used["derived"].eq(True).all()
         sets = used.groupby("seed")["data_hash"].nunique().max() if derived else used["data_hash"].nunique()
         if sets > 1:
             raise stats.SeedError(f"arms on different data: {', '.join(sorted(set(used['data'].astype(str))))}")

@@ -279,7 +279,9 @@ def _derived(r: Results, functions: dict[str, Callable[[Results], pd.DataFrame]]
             each = {
                 key: [", ".join(sorted(set(rows[key].astype(str)))) for rows in used] for key in ("data", "data_hash")
             }
-            found.append(table.assign(**shared, **each, stale=[bool(rows["stale"].any()) for rows in used]))
+            found.append(
+                table.assign(**shared, **each, derived=True, stale=[bool(rows["stale"].any()) for rows in used])
+            )
     return found
 
 
