@@ -462,7 +462,20 @@ def bound_kept(r: Results) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
+def perplexity(r: Results) -> pd.DataFrame:
+    """By run of GPT-2: perplexity on the held-out and on the train split, a token and a whitespace-separated word."""
+    rows = r.runs[r.runs["experiment"] == "gpt2_weight_decay"]
+    if not len(rows) or "data/train_words" not in rows:
+        raise Missing("GPT-2 has no runs")
+    found = rows[["arm", "seed", "id"]].copy()
+    for split, loss in (("validation", "val_loss"), ("train", "fit/loss")):
+        found[f"{split}_token"] = np.exp(rows[loss])
+        found[f"{split}_word"] = np.exp(rows[loss] * rows[f"data/{split}_tokens"] / rows[f"data/{split}_words"])
+    return found
+
+
 DERIVED = {
+    "perplexity": perplexity,
     "shapes": shapes,
     "bound_kept": bound_kept,
     "layers": layers,

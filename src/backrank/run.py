@@ -237,8 +237,12 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
             rundir.save(state)  # weights alone, for later studies
         else:  # trained to the end, and ended before the summary was written
             recorder.truncate(state["offsets"])
+        facts = record["facts"]
+        if hasattr(source, "words"):  # what turns a loss a token into one a word
+            facts |= {f"{split}_words": source.words[split] for split in source.words}
+            facts |= {f"{split}_tokens": len(getattr(source, split)) for split in source.words}
         summary = summarise(rundir.path) | {
-            **{f"data/{name}": value for name, value in record["facts"].items()},
+            **{f"data/{name}": value for name, value in facts.items()},
             "id": rundir.id,
             "steps": state["step"],
             "wall_s": state["wall_s"],
