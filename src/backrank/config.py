@@ -38,6 +38,7 @@ class Model:
     """Backbone and head. width D, heads H; `head_std` is the standard deviation of a dense head's elements at init.
 
     mlp: width of the feed-forward layers (null: the kind's own). patch: side of a patch (vision transformers).
+    kv_heads: heads for keys and values, each shared by heads / kv_heads of them (llama; null: as many).
     """
 
     kind: str = "gpt2"
@@ -47,6 +48,7 @@ class Model:
     tied: bool = False
     head_std: float = 0.02
     mlp: int | None = None
+    kv_heads: int | None = None
     patch: int | None = None
 
 
@@ -360,6 +362,15 @@ def validate(cfg: DictConfig) -> None:
             cfg.model.width,
             f"is not divisible by model.heads={cfg.model.heads}",
             "Change one of the two",
+        )
+    if cfg.model.kv_heads is not None and (
+        cfg.model.kind != "llama" or cfg.model.kv_heads < 1 or cfg.model.heads % cfg.model.kv_heads
+    ):
+        raise ConfigError(
+            "model.kv_heads",
+            cfg.model.kv_heads,
+            f"does not go with model.kind={cfg.model.kind} and model.heads={cfg.model.heads}",
+            "Use a divisor of model.heads with model.kind=llama, or null",
         )
     if cfg.data.eval_tokens is not None and cfg.data.eval_tokens < cfg.data.sequence:
         raise ConfigError(
