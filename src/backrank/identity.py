@@ -32,6 +32,12 @@ def canonical(cfg: DictConfig, data_hash: dict[str, str]) -> dict[str, Any]:
     return plain
 
 
+def trunk_of(plain: dict[str, Any]) -> str:
+    """Of a canonical config under wsd: equal for runs that differ in how long they are and how they cool down alone."""
+    optim = {k: v for k, v in plain["optim"].items() if k not in ("cooldown", "final")}
+    return hash_of(plain | {"optim": optim, "train": {k: v for k, v in plain["train"].items() if k != "steps"}})
+
+
 def run_id(cfg: DictConfig, data_hash: dict[str, str]) -> str:
     """Run identity: 12 hex digits of the hash of `canonical`; asking twice for the same run continues the same run."""
     return hash_of(canonical(cfg, data_hash))

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from . import data
 from .compose import compose, compose_plan, key_of, no_arm
 from .config import CONFIGS, ConfigError, nearest, parent_arm, validate
-from .identity import canonical, hash_of
+from .identity import canonical, hash_of, trunk_of
 from .run import settle_paths
 
 EXTENSIONS = 2  # how often a grid grows when the best value sits on its edge
@@ -39,6 +39,7 @@ class Job:
     settings: tuple[tuple[str, float], ...] = ()
     point: str = ""  # of a sweep typed on the command line
     parent: str = ""  # the run that has to be there first
+    trunk: str = ""  # equal for runs of which a later one can go on from an earlier one
 
     def __str__(self) -> str:
         values = " ".join(f"{key.split('.')[-1]}={value:g}" for key, value in self.settings)
@@ -126,7 +127,7 @@ class Study:
         self.fixed = {key_of(o) for o in extra}
         self._configs: dict[str, tuple[DictConfig, dict[str, str]]] = {}
         self._canonical: dict[str, dict[str, Any]] = {}
-        self._ids: dict[tuple[Any, ...], str] = {}
+        self._ids: dict[tuple[Any, ...], tuple[str, str]] = {}  # run and trunk
         self._parents: dict[tuple[str, int], str] = {}  # (arm, seed) -> run, as soon as it has a name
 
     def pick(self, arm: str) -> list[str]:
@@ -166,10 +167,11 @@ class Study:
                 for group in groups:
                     node = dict(node)[group]  # interventions are a list of (name, settings)
                 node[last] = value
-            self._ids[key] = hash_of(plain)
+            self._ids[key] = hash_of(plain), trunk_of(plain) if plain["optim"]["schedule"] == "wsd" else ""
         overrides = (*self.common, *self.pick(arm), f"seed={seed}", *([f"parent={parent}"] if parent else []),
                      *(f"{k}={v!r}" for k, v in settings.items()))  # fmt: skip
-        return Job(self.name, arm, seed, stage, self._ids[key], overrides, tuple(settings.items()), self.point, parent)
+        run, trunk = self._ids[key]
+        return Job(self.name, arm, seed, stage, run, overrides, tuple(settings.items()), self.point, parent, trunk)
 
     def own(self, arm: str) -> dict[str, Any] | None:
         """What the plan says of this arm's search alone: of the first pattern that fits."""
