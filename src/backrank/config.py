@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 # data.draws, data.vocab_size, sequences a step -> the steps of one pass, which `validate` checks
 OmegaConf.register_new_resolver("one_pass", lambda draws, v, size: round((draws or 0) * v / size), replace=True)
+# ranks as shares of the width: ${share:${model.width},8}
+OmegaConf.register_new_resolver("share", lambda width, parts: max(1, width // parts), replace=True)
 SCALES = ("smoke", "laptop", "cpu", "paper")
 
 
@@ -164,10 +166,12 @@ class Search:
 class Plan:
     """The arms of an experiment (name -> overrides), its seeds, and its search.
 
-    `parents` maps a pattern of arm names to the arm whose run of the same seed these start from.
+    `only`: patterns of the arms that are run, where a scale has fewer (empty: all). `parents` maps a pattern of arm
+    names to the arm whose run of the same seed these start from.
     """
 
     arms: dict[str, list[str]] = field(default_factory=dict)
+    only: list[str] = field(default_factory=list)
     parents: dict[str, str] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [1])
     search: Search = field(default_factory=Search)

@@ -39,7 +39,8 @@ class Job:
     settings: tuple[tuple[str, float], ...] = ()
     point: str = ""  # of a sweep typed on the command line
     parent: str = ""  # the run that has to be there first
-    trunk: str = ""  # equal for runs of which a later one can go on from an earlier one
+    trunk: str = ""  # equal for runs of which a longer one can go on from a shorter one
+    steps: int = 0  # of those
 
     def __str__(self) -> str:
         values = " ".join(f"{key.split('.')[-1]}={value:g}" for key, value in self.settings)
@@ -120,14 +121,18 @@ class Study:
             if leader not in planned or fnmatch(leader, pattern) or not any(fnmatch(arm, pattern) for arm in planned):
                 problem = "fits no arm, or names none, or itself"
                 raise ConfigError(f"plan.parents.{pattern}", leader, problem, nearest(leader, planned))
-        self.arms = list(dict.fromkeys(arms or planned or [""]))  # without a plan: the config itself, no arm
+        for pattern in self.plan.only:
+            if not any(fnmatch(arm, pattern) for arm in planned):
+                raise ConfigError("plan.only", pattern, "fits no arm", nearest(pattern, planned))
+        here = [arm for arm in planned if not self.plan.only or any(fnmatch(arm, only) for only in self.plan.only)]
+        self.arms = list(dict.fromkeys(arms or here or [""]))  # without a plan: the config itself, no arm
         self.seeds = list(dict.fromkeys(int(s) for s in (seeds or self.plan.seeds)))
         if not self.seeds:
             raise ConfigError("plan.seeds", [], "leaves nothing to run", "Name one seed or more")
         self.fixed = {key_of(o) for o in extra}
         self._configs: dict[str, tuple[DictConfig, dict[str, str]]] = {}
         self._canonical: dict[str, dict[str, Any]] = {}
-        self._ids: dict[tuple[Any, ...], tuple[str, str]] = {}  # run and trunk
+        self._ids: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # run, trunk and its steps
         self._parents: dict[tuple[str, int], str] = {}  # (arm, seed) -> run, as soon as it has a name
 
     def pick(self, arm: str) -> list[str]:
@@ -167,11 +172,12 @@ class Study:
                 for group in groups:
                     node = dict(node)[group]  # interventions are a list of (name, settings)
                 node[last] = value
-            self._ids[key] = hash_of(plain), trunk_of(plain) if plain["optim"]["schedule"] == "wsd" else ""
+            wsd = plain["optim"]["schedule"] == "wsd"
+            self._ids[key] = hash_of(plain), *((trunk_of(plain), plain["train"]["steps"]) if wsd else ("", 0))
         overrides = (*self.common, *self.pick(arm), f"seed={seed}", *([f"parent={parent}"] if parent else []),
                      *(f"{k}={v!r}" for k, v in settings.items()))  # fmt: skip
-        run, trunk = self._ids[key]
-        return Job(self.name, arm, seed, stage, run, overrides, tuple(settings.items()), self.point, parent, trunk)
+        run, *trunk = self._ids[key]
+        return Job(self.name, arm, seed, stage, run, overrides, tuple(settings.items()), self.point, parent, *trunk)
 
     def own(self, arm: str) -> dict[str, Any] | None:
         """What the plan says of this arm's search alone: of the first pattern that fits."""

@@ -43,7 +43,6 @@ class Sweep:
         self.cond = threading.Condition()
         self.workers_alive: list[Worker | InProcess] = []
         self.running: set[str] = set()
-        self.trunks: dict[str, str] = {}  # of the running ones
         self.held: set[str] = set()
         self.failed: dict[str, tuple[Job, str]] = {}
         self.ran: dict[str, float] = {}  # id -> wall seconds in this call
@@ -75,6 +74,11 @@ class Sweep:
         plans = self.progress()
         self.needed = {j.parent for p in plans for j in p.jobs
                        if j.parent and j.id not in self.committed and not RunDir(self.root, j.id).done}  # fmt: skip
+        shortest: dict[str, int] = {}
+        for study, progress in zip(self.studies, plans, strict=True):
+            for job in progress.jobs:
+                if job.trunk and job.id not in self.failed and not self.settled(study, job):
+                    shortest[job.trunk] = min(job.steps, shortest.get(job.trunk, job.steps))
         for n, (study, progress) in enumerate(zip(self.studies, plans, strict=True)):
             for job in progress.jobs:
                 if job.id in self.running | self.held or job.id in self.failed or (n, job.id) in self.seen:
@@ -88,7 +92,7 @@ class Sweep:
                     parent = next(j for j in progress.jobs if j.id == job.parent)
                     if parent.id in self.running or not self.settled(study, parent):
                         continue
-                if job.trunk and job.trunk in self.trunks.values():  # goes on from what that one leaves
+                if job.steps > shortest.get(job.trunk, job.steps):  # goes on from what that one leaves
                     continue
                 others = [(m, j.arm) for m, p in enumerate(plans) if m != n for j in p.jobs if j.id == job.id]
                 return n, job, [watched(self.studies[m].config(arm)[0]) for m, arm in others]
@@ -152,11 +156,9 @@ class Sweep:
                         continue
                     study, job, also = found
                     self.running.add(job.id)
-                    self.trunks |= {job.id: job.trunk} if job.trunk else {}
                 status, detail = worker.execute(job, also)
                 with self.cond:
                     self.running.discard(job.id)
-                    self.trunks.pop(job.id, None)
                     self._settle(study, job, status, detail)
                     self.cond.notify_all()
         except BaseException as error:  # a thread's own end would go unseen, and its siblings would wait for it
