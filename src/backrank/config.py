@@ -24,6 +24,8 @@ CONFIGS = ROOT / "configs"
 OmegaConf.register_new_resolver("one_pass", lambda draws, v, size: round((draws or 0) * v / size), replace=True)
 # ranks as shares of the width: ${share:${model.width},8}
 OmegaConf.register_new_resolver("share", lambda width, parts: max(1, width // parts), replace=True)
+# symbols of SpamLang at a model's width that have the V/D of the published width 576: ${symbols:${model.width},131072}
+OmegaConf.register_new_resolver("symbols", lambda width, v: max(2, v * width // 576), replace=True)
 SCALES = ("smoke", "laptop", "cpu", "paper")
 
 
@@ -166,11 +168,13 @@ class Search:
 class Plan:
     """The arms of an experiment (name -> overrides), its seeds, and its search.
 
-    `only`: patterns of the arms that are run, where a scale has fewer (empty: all). `parents` maps a pattern of arm
-    names to the arm whose run of the same seed these start from.
+    `axes`: lists of {name: overrides} whose every combination is an arm too, called by their names but _,
+    joined by _. `only`: patterns of the arms that are run, where a scale has fewer (empty: all). `parents` maps a
+    pattern of arm names to the arm whose run of the same seed these start from.
     """
 
     arms: dict[str, list[str]] = field(default_factory=dict)
+    axes: list[Any] = field(default_factory=list)
     only: list[str] = field(default_factory=list)
     parents: dict[str, str] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [1])
