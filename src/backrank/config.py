@@ -59,6 +59,9 @@ class Data:
     tokenizer: `bytes`, `bpe` (byte-level BPE of `vocab_size` trained on the train split, cached by content), or the
     path of a tokenizer.json. Evaluation reads the first `eval_tokens` ids of a split (null: all).
 
+    `shards`: a folder that `python -m backrank.data pack` wrote, `path`, or below `root` as `hub` looks for one; the
+    tokenizer is the `packed` one.
+
     `spamlang` and `shift` are generated (data/symbols.py). target: of SpamLang, `permutation` or `next`. draws: mean
     number of SpamLang sequences a symbol gets, from which `${one_pass:...}` makes train.steps (null: as steps give).
     """
@@ -210,6 +213,7 @@ SOURCES = {
     "stdlib": "tokens",
     "text": "tokens",
     "hub": "tokens",
+    "shards": "shards",
     "digits": "images",
     "images": "images",
     "spamlang": "symbols",

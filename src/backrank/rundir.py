@@ -182,6 +182,8 @@ def code_hash(cfg: Any) -> str:
     built_on = re.findall(r"^from \. import (\w+)", model.read_text(), re.MULTILINE)  # the toy is GPT-2's blocks
     kinds = [f"models/{name}" for name in (*built_on, cfg.model.kind)]
     files = [own / f"{name}.py" for name in (*NUMERIC, *kinds, f"data/{SOURCES[cfg.data.source]}")]
+    if cfg.data.source == "shards":  # windows and their evaluation are those of text
+        files.append(own / "data" / "tokens.py")
     if cfg.study:
         study = own / "studies" / f"{cfg.study}.py"
         uses = set(re.findall(r"\w+", " ".join(re.findall(r"from \.\.theory\b(.*)", study.read_text()))))
