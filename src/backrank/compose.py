@@ -33,6 +33,7 @@ NAME_KEYS = (
     "data.root",
     "data.cache",
     "data.tokenizer",
+    "downstream.include",
     "logger.project",
     "logger.entity",
 )

@@ -165,9 +165,10 @@ def load(data: Any) -> ShardTokens:
     )
 
 
-def packed_folder(data: Any) -> Path:
-    """The folder that a `Data` node reads, which holds the tokenizer.json too. Raises ConfigError as `check` does."""
-    return _meta(data)[0]
+def packed_tokenizer(data: Any) -> tuple[Path, str]:
+    """The tokenizer.json of the packed folder of a node, and the token that ends its documents."""
+    folder, meta = _meta(data)
+    return folder / "tokenizer.json", meta["settings"]["eod_token"]
 
 
 def _shards(folder: Path, split: str, splits: dict[str, Any]) -> Iterator[tuple[Path, int]]:
