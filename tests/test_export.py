@@ -158,3 +158,28 @@ def test_a_head_that_is_no_matrix_is_refused(config, tmp_path):
     with pytest.raises(ConfigError, match="is no matrix"):
         export.export(task, cfg, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("extra", [0, 16])
+def test_any_base_model_of_transformers_is_exported(config, tmp_path, extra):
+    from transformers import LlamaConfig, LlamaModel
+
+    from backrank.head import DenseHead
+    from backrank.task import Task
+
+    class Llama(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            size = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+            self.model = LlamaModel(LlamaConfig(vocab_size=32, max_position_embeddings=16, **size))
+            self.embedding = self.model.embed_tokens
+
+        def forward(self, x_BT, taps=None):
+            return self.model(input_ids=x_BT).last_hidden_state
+
+    head = DenseHead.create(32, 8, torch.Generator().manual_seed(0)).expand(extra, torch.Generator().manual_seed(1))
+    task = Task(Llama(), head, [], "plain")
+    export.export(task, config(), tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    x_BT = torch.arange(20).view(2, 10)
+    torch.testing.assert_close(model(input_ids=x_BT).logits, task.head(task.hidden(x_BT)).view(2, 10, 32 + extra))
