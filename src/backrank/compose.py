@@ -34,6 +34,7 @@ NAME_KEYS = (
     "data.root",
     "data.cache",
     "data.tokenizer",
+    "downstream.include",
     "logger.project",
     "logger.entity",
 )

@@ -65,6 +65,9 @@ class Data:
     tokenizer: `bytes`, `bpe` (byte-level BPE of `vocab_size` trained on the train split, cached by content), or the
     path of a tokenizer.json. Evaluation reads the first `eval_tokens` ids of a split (null: all).
 
+    `shards`: a folder that `python -m backrank.data pack` wrote, `path`, or below `root` as `hub` looks for one; the
+    tokenizer is the `packed` one.
+
     `spamlang` and `shift` are generated (data/symbols.py). target: of SpamLang, `permutation` or `next`. draws: mean
     number of SpamLang sequences a symbol gets, from which `${one_pass:...}` makes train.steps (null: as steps give).
     """
@@ -140,6 +143,18 @@ class Every:
 
 
 @dataclass
+class Downstream:
+    """What study `downstream` evaluates with lm-eval: `tasks` by name, of which `continuation` is made of the held-out
+    text of the data. include: a folder with tasks of one's own. limit: items of a task (null: all). shots: examples in
+    front of an item (null: as the task says)."""
+
+    tasks: list[str] = field(default_factory=lambda: ["continuation"])
+    include: str | None = None
+    limit: int | None = None
+    shots: int | None = None
+
+
+@dataclass
 class Logger:
     """name: `jsonl` (the local record alone) or `wandb` (mirrors it; never in the way of a run)."""
 
@@ -204,6 +219,7 @@ class Config:
     every: Every = field(default_factory=Every)
     intervention: dict[str, Any] = field(default_factory=dict)
     probe: dict[str, Any] = field(default_factory=dict)
+    downstream: Downstream = field(default_factory=Downstream)
     logger: Logger = field(default_factory=Logger)
     plan: Plan = field(default_factory=Plan)
 
@@ -220,6 +236,7 @@ SOURCES = {
     "stdlib": "tokens",
     "text": "tokens",
     "hub": "tokens",
+    "shards": "shards",
     "digits": "images",
     "images": "images",
     "spamlang": "symbols",
@@ -359,6 +376,16 @@ def validate(cfg: DictConfig) -> None:
             f"does not go with optim.schedule={cfg.optim.schedule}, train.steps={cfg.train.steps} and "
             f"optim.warmup={cfg.optim.warmup}",
             "wsd needs 1 to train.steps - optim.warmup, the others null",
+        )
+    if not cfg.downstream.tasks:
+        raise ConfigError("downstream.tasks", [], "leaves nothing to evaluate", "Name one or more: [continuation]")
+    for key, least in (("limit", 1), ("shots", 0)):
+        if (many := cfg.downstream[key]) is not None and many < least:
+            raise ConfigError(f"downstream.{key}", many, f"is below {least}", "Raise it, or null")
+    if cfg.downstream.include is not None and not Path(cfg.downstream.include).expanduser().is_dir():
+        problem = "is no folder"
+        raise ConfigError(
+            "downstream.include", cfg.downstream.include, problem, "Name one that holds task files (.yaml)"
         )
     if cfg.train.loss == "liger" and cfg.device == "cpu":
         raise ConfigError("train.loss", "liger", "needs a GPU", "Use train.loss=chunked")

@@ -183,6 +183,8 @@ def code_hash(cfg: Any) -> str:
         source = (own / f"{kind}.py").read_text()
         kinds += [f"models/{name}" for name in re.findall(r"^from \. import (\w+)", source, re.MULTILINE)]
     files = [own / f"{name}.py" for name in (*NUMERIC, *kinds, f"data/{SOURCES[cfg.data.source]}")]
+    if cfg.data.source == "shards":  # windows and their evaluation are those of text
+        files.append(own / "data" / "tokens.py")
     if cfg.study:
         study = own / "studies" / f"{cfg.study}.py"
         uses = set(re.findall(r"\w+", " ".join(re.findall(r"from \.\.theory\b(.*)", study.read_text()))))

@@ -132,7 +132,7 @@ def feature_rows(row: dict[str, Any], rundir: RunDir, study: Study) -> list[dict
 
 
 def curve_rows(row: dict[str, Any], rundir: RunDir) -> list[dict[str, Any]]:
-    """Rows of curves.parquet: the validation loss of a finished run over its steps, on the part that draws the curve."""
+    """Rows of curves.parquet: the validation loss over the steps of a finished run, on the part for the curve."""
     return [
         {**{key: row[key] for key in ("id", "experiment", "arm", "seed")}, "step": metrics["step"],
          "loss": metrics["val/curve_loss"]}
