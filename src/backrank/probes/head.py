@@ -36,11 +36,14 @@ def jacobian_stats(head: Any, hidden_ND: Tensor, targets_N: Tensor) -> dict[str,
 
     lost: norm of G outside each token's col(J) over that of G; rank: the largest of a J.
     """
+    import warnings
+
     import torch
 
     from ..grad import gram_pinv
 
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of what its forward mode is made of
         G_NV = head(hidden_ND).softmax(-1).double()
         G_NV[torch.arange(len(G_NV)), targets_N] -= 1
         kept, ranks = [], []
