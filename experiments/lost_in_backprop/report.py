@@ -1,11 +1,12 @@
 """Figures of lost_in_backprop, and what is derived from its runs: tokens to a loss, scaling laws, converging rates."""
 
+import itertools
 import re
 
 import numpy as np
 import pandas as pd
 from matplotlib import colormaps
-from scipy.optimize import least_squares
+from scipy.optimize import least_squares, nnls
 
 from backrank.analysis import stats
 from backrank.analysis.figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, Missing, mean_ci, new
@@ -223,20 +224,25 @@ def cells(r: Results) -> pd.DataFrame:
 
 
 def law(rows: pd.DataFrame, names: tuple[str, ...]):
-    """E + sum_v a_v v^-b_v fitted to the losses by least squares, with E, a and b positive; returns the prediction."""
-    scale = {v: np.log(rows[v].median()) for v in names}
+    """E + sum_v a_v v^-b_v fitted to the losses by least squares, none of them negative; returns the prediction.
 
-    def predict(theta, at: pd.DataFrame):
-        powers = [np.exp(theta[1 + 2 * i] - np.exp(theta[2 + 2 * i]) * (np.log(at[v]) - scale[v]))
-                  for i, v in enumerate(names)]  # fmt: skip
-        return np.exp(theta[0]) + sum(powers)
+    At given exponents the rest is linear, so that these alone are searched.
+    """
+    scale, loss = {v: rows[v].median() for v in names}, rows["val_loss"].to_numpy(float)
 
-    loss = rows["val_loss"].astype(float)
-    starts = [[np.log(loss.min() * e), *[np.log(a), np.log(b)] * len(names)]
-              for e in (0.3, 0.8) for a in (0.1, 1.0) for b in (0.1, 0.5)]  # fmt: skip
-    fits = [least_squares(lambda t: predict(t, rows) - loss, start, bounds=(-12, 8), max_nfev=400) for start in starts]
-    best = min(fits, key=lambda fit: fit.cost)
-    return lambda at: predict(best.x, at)
+    def terms(exponents, at: pd.DataFrame) -> np.ndarray:
+        powers = [(at[v].to_numpy(float) / scale[v]) ** -b for v, b in zip(names, exponents, strict=True)]
+        return np.stack([np.ones(len(at)), *powers], 1)
+
+    def left(exponents) -> np.ndarray:
+        basis = terms(exponents, rows)
+        return basis @ nnls(basis, loss)[0] - loss
+
+    starts = itertools.product((0.15, 0.8), repeat=len(names))
+    fits = [least_squares(left, start, bounds=(0.02, 3)) for start in starts]
+    exponents = min(fits, key=lambda fit: fit.cost).x
+    factors = nnls(terms(exponents, rows), loss)[0]
+    return lambda at: terms(exponents, at) @ factors
 
 
 def scaling(r: Results) -> pd.DataFrame:
