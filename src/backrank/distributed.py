@@ -263,6 +263,8 @@ class Fsdp(Processes):
         self.task = task
         if self.rank == 0:
             self.whole_task = copy.deepcopy(task, {id(task.interventions): task.interventions})
+        for parameter in task.parameters():
+            parameter.data = parameter.data.contiguous()  # pieces are rows of memory
         lists = (list(m) for m in task.backbone.modules() if type(m) is nn.ModuleList)
         for block in getattr(task.backbone, "blocks", None) or next(lists, []):
             fully_shard(block, mesh=self.mesh)
