@@ -269,7 +269,8 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str, para
         ended = "done"
         return summary
     except BaseException as error:
-        if type(error).__name__ == "Interrupted" or isinstance(error, KeyboardInterrupt):
+        # a cluster's worker leaves by SystemExit when its time is up
+        if type(error).__name__ == "Interrupted" or isinstance(error, (KeyboardInterrupt, SystemExit)):
             ended = "interrupted"
         elif isinstance(error, ConfigError) and made:  # refused before anything was made: nothing stays
             shutil.rmtree(rundir.path, ignore_errors=True)
