@@ -114,6 +114,11 @@ def alone(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
+def kept(ran: Ran) -> list[str]:
+    """Its checkpoints."""
+    return sorted(p.name for pattern in ("checkpoint*", "shards-*") for p in ran.folder.glob(pattern))
+
+
 def difference(a: Ran, b: Ran) -> float:
     """The largest difference in losses, gradient norms and final weights."""
     found = []
@@ -163,7 +168,7 @@ def test_stopped_runs_continue_in_any_mode_and_number_of_processes(ended, tiny, 
         with doing(stop=5):
             assert train(*LONGER, f"parallel={mode}", runs=folder(name)).code == run.EXIT_INTERRUPTED
     for name in ("stopped fsdp", "by 1 fsdp"):
-        assert [p.name for p in left(tmp_path, name).folder.glob("checkpoint*")] == ["checkpoint-5"]
+        assert kept(left(tmp_path, name)) == ["shards-5"]
     continued = {"by 1 fsdp": "fsdp", "by 1": "fsdp", "stopped again": "ddp"}
     codes = over_two(tiny, tmp_path, {name: [*LONGER, f"parallel={mode}"] for name, mode in continued.items()})
     assert set(codes.values()) == {(0, 0)}
@@ -173,7 +178,7 @@ def test_stopped_runs_continue_in_any_mode_and_number_of_processes(ended, tiny, 
     for name in (*stopped, "by 1 fsdp", "by 1"):
         assert "continuing at step 5" in (left(tmp_path, name).folder / "log.txt").read_text()
         assert difference(whole, left(tmp_path, name)) < 1e-5, name
-        assert [p.name for p in left(tmp_path, name).folder.glob("checkpoint*")] == ["checkpoint.pt"]
+        assert kept(left(tmp_path, name)) == ["checkpoint.pt"]
 
 
 def test_a_failure_to_keep_pieces_leaves_the_old_checkpoint(train, alone, monkeypatch):
@@ -186,11 +191,11 @@ def test_a_failure_to_keep_pieces_leaves_the_old_checkpoint(train, alone, monkey
 
     monkeypatch.setattr(RunDir, "adopt", full)
     ran = train(*chosen)
-    assert ran.code == run.EXIT_FAILED
+    assert (ran.code, kept(ran)) == (run.EXIT_FAILED, ["shards-2"])
     monkeypatch.setattr(RunDir, "adopt", adopt)
     assert train(*chosen).code == 0
     assert "continuing at step 2" in (ran.folder / "log.txt").read_text()
-    assert [p.name for p in ran.folder.glob("checkpoint*")] == ["checkpoint.pt"]
+    assert kept(ran) == ["checkpoint.pt"]
 
 
 def test_what_ends_one_process_ends_all(ended):

@@ -290,7 +290,7 @@ class Fsdp(Processes):
         super().alone(act)
 
     def save(self, rundir: RunDir, task: Task, optimiser: Any, state: dict[str, Any]) -> None:
-        """A sharded checkpoint: `checkpoint-<step>/`, to which every process writes its pieces.
+        """A sharded checkpoint: `shards-<step>/`, to which every process writes its pieces.
 
         It counts from the moment at which the folder, whole, gets that name.
         """
@@ -298,7 +298,7 @@ class Fsdp(Processes):
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        draft = rundir.path / "checkpoint.tmp"
+        draft = rundir.path / "shards.tmp"
         with self.agreeing():
             rundir.refuse_nonfinite(state["step"], {name: local(t) for name, t in state["task"].items()})
             if self.rank == 0:

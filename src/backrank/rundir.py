@@ -1,7 +1,8 @@
 """A run's folder: who holds it, what state it is in, its checkpoint and its provenance. Imports no torch at the top.
 
 `<root>/<id>/` holds config.yaml, meta.json, metrics.jsonl, layers.jsonl, checkpoint.pt, log.txt and, last and atomic,
-summary.json: a folder with a summary is done. failed.json tells why a run stopped with an error.
+summary.json: a folder with a summary is done. While several processes train (`fsdp`) the checkpoint is a folder
+`shards-<step>/` of their pieces. failed.json tells why a run stopped with an error.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class RunDir:
                 raise error.__context__ if isinstance(error.__context__, OSError) else OSError(str(error)) from None
             finally:
                 partial.unlink(missing_ok=True)
-            for folder in self.path.glob("checkpoint-*"):
+            for folder in self.path.glob("shards-*"):
                 shutil.rmtree(folder)
 
     def refuse_nonfinite(self, step: int, weights: dict[str, Any]) -> None:
@@ -151,12 +152,12 @@ class RunDir:
 
     def adopt(self, draft: Path, step: int) -> None:
         """Makes a finished folder of pieces the checkpoint, in place of the one before, of whatever kind."""
-        target = self.path / f"checkpoint-{step}"
+        target = self.path / f"shards-{step}"
         with disk(self.path):
             if not target.exists():  # else it was saved at this very step
                 draft.rename(target)
             self.checkpoint.unlink(missing_ok=True)
-            for folder in self.path.glob("checkpoint-*"):
+            for folder in self.path.glob("shards-*"):
                 if folder != target:
                     shutil.rmtree(folder)
 
@@ -167,8 +168,8 @@ class RunDir:
         """
         import torch
 
-        steps = sorted(int(p.name.partition("-")[2]) for p in self.path.glob("checkpoint-*"))
-        folder = self.path / f"checkpoint-{steps[-1]}" if steps else None
+        steps = sorted(int(p.name.partition("-")[2]) for p in self.path.glob("shards-*"))
+        folder = self.path / f"shards-{steps[-1]}" if steps else None
         if folder is None and not self.checkpoint.exists():
             return None
         try:
