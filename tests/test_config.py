@@ -43,8 +43,9 @@ def test_every_experiment_composes_at_every_scale_for_every_arm(experiment, monk
     ids = set()
     for scale in SCALES:
         study = Study(experiment, scale)
-        assert study.seeds and study.arms == list(study.plan.arms) and study.arms != [""]
-        for arm in study.arms if scale == "paper" else study.arms[:: max(1, len(study.arms) // 4)]:
+        assert study.seeds and study.arms and study.arms != [""]
+        assert study.arms == list(study.plan.arms) or study.plan.only
+        for arm in study.arms[:: max(1, len(study.arms) // (16 if scale == "paper" else 4))]:
             cfg, _ = study.config(arm)
             assert (cfg.experiment, cfg.scale, cfg.arm) == (experiment, scale, arm)
             # the id that the plan foretells is the id of the config that the job's overrides compose
@@ -95,6 +96,14 @@ def every_node(node):
             yield from every_node(child)
     else:
         yield node._value()
+
+
+def test_axes_are_arms_of_every_combination():
+    axes = "plan.axes=[{a:['optim.lr=1'],b:[]},{_:[],x:['seed=2'],y:['seed=3']}]"
+    assert compose([axes, "+plan.arms.own=['seed=5']"]).plan.arms == {
+        "own": ["seed=5"], "a": ["optim.lr=1"], "a_x": ["optim.lr=1", "seed=2"], "a_y": ["optim.lr=1", "seed=3"],
+        "b": [], "b_x": ["seed=2"], "b_y": ["seed=3"]}  # fmt: skip
+    assert refused("plan.axes=[{a:1}]").key == "plan.axes"
 
 
 @pytest.mark.parametrize("odd", ["seed=1,2", "hydra.run.dir=x", "optim={lr:1.0}"])

@@ -388,7 +388,7 @@ except ConfigError as error:
     done = python(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf"))
     seconds, message = done.stdout.split(maxsplit=1)
     assert float(seconds) < 5
-    command = f"python -m backrank.data Salesforce/wikitext wikitext-2-v1 {tmp_path / 'wt2'}"
+    command = f"python -m backrank.data fetch Salesforce/wikitext wikitext-2-v1 {tmp_path / 'wt2'}"
     places = f"{tmp_path / 'wt2'}, {tmp_path / 'wt2' / 'wikitext-2-v1'}, {tmp_path}"
     for part in ("data.hub_id=Salesforce/wikitext", places, command, f"data.root={tmp_path}"):
         assert part in message
@@ -399,7 +399,7 @@ def test_a_prepared_folder_needs_no_network(node, tmp_path):
     made = tmp_path / "upstream"
     for split in SPLITS:
         parquet(made / f"{split}-00000-of-00001.parquet", prose(200).split("\n"))
-    command = [sys.executable, "-m", "backrank.data", str(made), "-", str(tmp_path / "root/corpus")]
+    command = [sys.executable, "-m", "backrank.data", "fetch", str(made), "-", str(tmp_path / "root/corpus")]
     subprocess.run(
         command, check=True, timeout=60, capture_output=True, env=os.environ | {"HF_HOME": str(tmp_path / "hf")}
     )

@@ -464,3 +464,38 @@ def test_bf16_autocast_stays_close_and_weights_stay_float32(trainer, name, setti
     assert half.recorder.losses() == pytest.approx(full.recorder.losses(), abs=0.02)
     assert half.recorder.losses() != full.recorder.losses()
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in half.task.state_dict().values())
+
+
+# -------------------------------------------------------------------------------------------- heads of other softmaxes
+
+
+@pytest.mark.parametrize("name", ["sigsoftmax", "mixture_of_softmaxes"])
+def test_a_head_of_another_softmax_loses_what_its_jacobian_does_not_pass(trainer, name):
+    """Against the theory's own Jacobian, taken row by row in reverse mode."""
+    from backrank.probes.head import jacobian_stats
+    from backrank.theory.propositions import head_ranks
+
+    run = trainer(f"intervention=[{name}]", "train.steps=5")
+    run.fit()
+    task, (x, y) = run.task.double(), run.batch_at(0)
+    H, y = task.hidden(x).detach()[:20], y.flatten()[:20]
+    got, want = jacobian_stats(task.head, H, y), head_ranks(task.head, H, y)
+    assert got["lost"] == pytest.approx(want.lost, rel=1e-9)
+    assert got["rank"] == want.jacobian <= WIDTH
+    # a mixture of one component is a softmax of W tanh(P h); sigsoftmax is p ~ exp(z) sigmoid(z)
+    z = H @ task.head.weight.T
+    if name == "sigsoftmax":
+        want = (z.exp() * z.sigmoid()) / (z.exp() * z.sigmoid()).sum(1, keepdim=True)
+    else:
+        parts = torch.stack(
+            [(H @ P.T).tanh() @ task.head.weight.T for P in task.head.P.unflatten(0, (-1, WIDTH))], 1
+        ).softmax(-1)
+        want = ((H @ task.head.Q.T).softmax(-1)[..., None] * parts).sum(1)
+    torch.testing.assert_close(task.head(H).softmax(1), want)
+
+
+def test_a_head_of_another_softmax_goes_with_no_other_site_and_no_blind_probe(config):
+    for also in (["intervention=[sigsoftmax,backward_rank]", "intervention.backward_rank.rank=2"],
+                 ["intervention=[mixture_of_softmaxes]", "probe=[output_error]"]):  # fmt: skip
+        with pytest.raises(ConfigError, match="softmax"):
+            config(*also)

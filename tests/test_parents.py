@@ -107,6 +107,55 @@ def test_a_cooldown_is_constant_then_falls_in_a_line_and_shares_every_step_befor
     assert short[:7] == long[:7] and short[7:] != long[7:10]  # the loss of a step is that before its update
 
 
+WSD = ("optim.schedule=wsd", "optim.warmup=2", "every.checkpoint=5", "probe=[weight_spectrum]")
+
+
+def test_a_cooldown_branches_from_the_trunk_and_gives_the_bits_of_a_run_from_scratch(train):
+    """Three lengths, each from what the one before left in front of its cool-down; the last of them alone as oracle."""
+    lengths = [("train.steps=12", "optim.cooldown=3"), ("train.steps=16", "optim.cooldown=5"),
+               ("train.steps=22", "optim.cooldown=4", "optim.final=0")]  # fmt: skip
+    for n, length in enumerate(lengths):
+        branched, alone = train(*WSD, *length), train(*WSD, *length, runs=f"alone{n}")
+        said = (branched.folder / "log.txt").read_text()
+        assert ("branching from a trunk at step" in said) == (n > 0)
+        assert all(torch.equal(v, branched.weights[k]) for k, v in alone.weights.items())
+        rows = [
+            [{k: v for k, v in row.items() if k != "time/step_ms"} for row in ran.rows] for ran in (branched, alone)
+        ]
+        assert rows[0] == rows[1] and branched.layers == alone.layers
+    (trunk,) = (branched.folder.parent / ".trunks").iterdir()
+    assert [p.name for p in trunk.iterdir()] == ["15"]  # one state a trunk: the latest in front of a cool-down
+
+
+def test_other_settings_or_a_damaged_state_are_no_trunk(train):
+    train(*WSD, "train.steps=12", "optim.cooldown=3")
+    for other in ("optim.lr=2e-3", "seed=2", "probe=[]"):
+        ran = train(*WSD, "train.steps=16", "optim.cooldown=3", other)
+        assert ran.code == 0 and "branching" not in (ran.folder / "log.txt").read_text()
+    for state in (ran.folder.parent / ".trunks").glob("*/*/checkpoint.pt"):
+        state.write_bytes(b"cut")
+    ran = train(*WSD, "train.steps=20", "optim.cooldown=3")
+    assert ran.code == 0 and "branching" not in (ran.folder / "log.txt").read_text()
+
+
+def test_a_sweep_runs_the_cooldowns_of_a_trunk_one_after_another(tiny, tmp_path):
+    from backrank.plan import Study
+    from backrank.sweep import Sweep
+
+    arms = "plan.arms={b:['train.steps=16'],a:['train.steps=12'],c:['train.steps=16','optim.lr=2e-3'],d:[]}"
+    common = [*(o for o in tiny if "steps" not in o), *WSD, "optim.cooldown=3", f"+{arms}", f"runs={tmp_path}"]
+    study = Study(None, "laptop", [*common, "plan.only=[a,b,c]"], seeds=[1])
+    assert study.arms == ["b", "a", "c"]
+    sweep, taken = Sweep([study], tmp_path), []
+    while found := sweep.next_job():
+        taken.append(found[1].arm)
+        sweep.running.add(found[1].id)
+    assert taken == ["a", "c"]  # b goes on from a
+    sweep.failed = {job.id: (job, "") for job in study.progress(lambda _: None).jobs if job.arm == "a"}
+    sweep.running.clear()
+    assert sweep.next_job()[1].arm == "b"  # or from nothing
+
+
 @pytest.mark.parametrize("bad", ["optim.schedule=wsd", "optim.cooldown=3", "+optim={schedule:wsd,cooldown:99}"])
 def test_a_cooldown_without_its_schedule_or_longer_than_the_run_is_refused(config, bad):
     with pytest.raises(ConfigError, match=r"optim\.cooldown"):

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -409,3 +410,44 @@ def test_the_fixtures_settings_are_what_they_say(trainer):
     built = trainer()
     assert isinstance(built.recorder, Memory) and len(CHARACTERS) == 32
     assert built.task.head.weight.shape == (32, 8) and len(built.task.backbone.model.h) == 2
+
+
+# ------------------------------------------------------------------------------------------------------------- llama
+
+
+def llama(vocab=100, **settings):
+    from backrank.models import llama as module
+
+    sizes = {"width": 64, "mlp": None, "layers": 3, "heads": 4, "kv_heads": 2} | settings
+    return module.build(SimpleNamespace(**sizes), SimpleNamespace(vocab_size=vocab, sequence=32))
+
+
+def test_llama_is_the_library_s_own_bit_for_bit():
+    torch.manual_seed(0)
+    backbone, x = llama(), torch.randint(100, (3, 32))
+    taps = {1: None, 3: None}
+    out, want = backbone(x, taps), backbone.model(x, output_hidden_states=True)
+    assert torch.equal(out, want.last_hidden_state) and torch.equal(taps[3], out)
+    assert torch.equal(taps[1], want.hidden_states[1])
+    past = backbone(torch.cat([x[:, :16], x[:, :16]], 1))  # causal: what comes later changes nothing before
+    assert torch.allclose(past[:, :16], out[:, :16], atol=1e-6)
+
+
+def test_llama_has_the_published_sizes():
+    """Parameters of lost_in_backprop's sweep at both ends (a head A B beside them) and of SpamLang's model."""
+    with torch.device("meta"):
+        sweep = llama(49_152, width=4096, layers=6, heads=32, kv_heads=None)
+        spamlang = llama(49_152, width=576, mlp=1536, layers=30, heads=9, kv_heads=3)
+    backbone = sum(p.numel() for p in sweep.parameters())
+    assert [round((backbone + d * (4096 + 49_152)) / 1e9, 3) for d in (32, 4096)] == [1.814, 2.030]
+    body = sum(p.numel() for name, p in spamlang.named_parameters() if "embed" not in name)
+    assert round(body / 1e6, 1) == 106.2
+
+
+def test_llama_trains_with_every_kind_of_head(trainer):
+    for also in ([], ["model.tied=true"], ["intervention=[low_rank_head]", "intervention.low_rank_head.rank=2"]):
+        run = trainer("model.kind=llama", "model.kv_heads=1", "train.steps=20", "optim.lr=1e-2", *also)
+        x, y = run.batch_at(0)
+        before = run.task(x, y, y.numel()).item()
+        run.fit()
+        assert run.task(x, y, y.numel()).item() < before - 0.05

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import pickle
 import re
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -33,6 +34,7 @@ NAME_KEYS = (
     "data.root",
     "data.cache",
     "data.tokenizer",
+    "downstream.include",
     "logger.project",
     "logger.entity",
 )
@@ -62,9 +64,21 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 
     overrides = quote_text(overrides)
     try:
-        return from_kept(overrides) or from_files(overrides)
+        cfg = from_kept(overrides) or from_files(overrides)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise explain(error, overrides) from error
+    with open_dict(cfg.plan.arms):
+        for parts in itertools.product(*map(dict.items, axes_of(cfg))) if cfg.plan.axes else ():
+            cfg.plan.arms["_".join(name for name, _ in parts if name != "_")] = [o for _, own in parts for o in own]
+    return cfg
+
+
+def axes_of(cfg: DictConfig) -> list[dict[str, list[str]]]:
+    """`plan.axes`, references as they are written."""
+    axes: Any = OmegaConf.to_container(cfg.plan.axes, resolve=False)
+    if not all(isinstance(axis, dict) and all(isinstance(own, list) for own in axis.values()) for axis in axes):
+        raise ConfigError("plan.axes", axes, "is no list of {name: [overrides]}", "For example [{a: [], b: [seed=2]}]")
+    return [{str(name): own for name, own in axis.items()} for axis in axes]
 
 
 def from_files(overrides: Sequence[str]) -> DictConfig:

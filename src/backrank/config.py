@@ -22,6 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 # data.draws, data.vocab_size, sequences a step -> the steps of one pass, which `validate` checks
 OmegaConf.register_new_resolver("one_pass", lambda draws, v, size: round((draws or 0) * v / size), replace=True)
+# ranks as shares of the width: ${share:${model.width},8}
+OmegaConf.register_new_resolver("share", lambda width, parts: max(1, width // parts), replace=True)
+# symbols of SpamLang at a model's width that have the V/D of the published width 576: ${symbols:${model.width},131072}
+OmegaConf.register_new_resolver("symbols", lambda width, v: max(2, v * width // 576), replace=True)
 SCALES = ("smoke", "laptop", "cpu", "paper")
 
 
@@ -38,6 +42,7 @@ class Model:
     """Backbone and head. width D, heads H; `head_std` is the standard deviation of a dense head's elements at init.
 
     mlp: width of the feed-forward layers (null: the kind's own). patch: side of a patch (vision transformers).
+    kv_heads: heads for keys and values, each shared by heads / kv_heads of them (llama; null: as many).
     """
 
     kind: str = "gpt2"
@@ -47,6 +52,7 @@ class Model:
     tied: bool = False
     head_std: float = 0.02
     mlp: int | None = None
+    kv_heads: int | None = None
     patch: int | None = None
 
 
@@ -58,6 +64,9 @@ class Data:
     `hub` (a `datasets` data set: a local parquet folder `<root>/<name>` or `<root>` itself first, the hub otherwise).
     tokenizer: `bytes`, `bpe` (byte-level BPE of `vocab_size` trained on the train split, cached by content), or the
     path of a tokenizer.json. Evaluation reads the first `eval_tokens` ids of a split (null: all).
+
+    `shards`: a folder that `python -m backrank.data pack` wrote, `path`, or below `root` as `hub` looks for one; the
+    tokenizer is the `packed` one.
 
     `spamlang` and `shift` are generated (data/symbols.py). target: of SpamLang, `permutation` or `next`. draws: mean
     number of SpamLang sequences a symbol gets, from which `${one_pass:...}` makes train.steps (null: as steps give).
@@ -134,6 +143,18 @@ class Every:
 
 
 @dataclass
+class Downstream:
+    """What study `downstream` evaluates with lm-eval: `tasks` by name, of which `continuation` is made of the held-out
+    text of the data. include: a folder with tasks of one's own. limit: items of a task (null: all). shots: examples in
+    front of an item (null: as the task says)."""
+
+    tasks: list[str] = field(default_factory=lambda: ["continuation"])
+    include: str | None = None
+    limit: int | None = None
+    shots: int | None = None
+
+
+@dataclass
 class Logger:
     """name: `jsonl` (the local record alone) or `wandb` (mirrors it; never in the way of a run)."""
 
@@ -162,10 +183,14 @@ class Search:
 class Plan:
     """The arms of an experiment (name -> overrides), its seeds, and its search.
 
-    `parents` maps a pattern of arm names to the arm whose run of the same seed these start from.
+    `axes`: lists of {name: overrides} whose every combination is an arm too, called by their names but _,
+    joined by _. `only`: patterns of the arms that are run, where a scale has fewer (empty: all). `parents` maps a
+    pattern of arm names to the arm whose run of the same seed these start from.
     """
 
     arms: dict[str, list[str]] = field(default_factory=dict)
+    axes: list[Any] = field(default_factory=list)
+    only: list[str] = field(default_factory=list)
     parents: dict[str, str] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [1])
     search: Search = field(default_factory=Search)
@@ -196,6 +221,7 @@ class Config:
     every: Every = field(default_factory=Every)
     intervention: dict[str, Any] = field(default_factory=dict)
     probe: dict[str, Any] = field(default_factory=dict)
+    downstream: Downstream = field(default_factory=Downstream)
     logger: Logger = field(default_factory=Logger)
     plan: Plan = field(default_factory=Plan)
 
@@ -212,6 +238,7 @@ SOURCES = {
     "stdlib": "tokens",
     "text": "tokens",
     "hub": "tokens",
+    "shards": "shards",
     "digits": "images",
     "images": "images",
     "spamlang": "symbols",
@@ -353,6 +380,16 @@ def validate(cfg: DictConfig) -> None:
             f"optim.warmup={cfg.optim.warmup}",
             "wsd needs 1 to train.steps - optim.warmup, the others null",
         )
+    if not cfg.downstream.tasks:
+        raise ConfigError("downstream.tasks", [], "leaves nothing to evaluate", "Name one or more: [continuation]")
+    for key, least in (("limit", 1), ("shots", 0)):
+        if (many := cfg.downstream[key]) is not None and many < least:
+            raise ConfigError(f"downstream.{key}", many, f"is below {least}", "Raise it, or null")
+    if cfg.downstream.include is not None and not Path(cfg.downstream.include).expanduser().is_dir():
+        problem = "is no folder"
+        raise ConfigError(
+            "downstream.include", cfg.downstream.include, problem, "Name one that holds task files (.yaml)"
+        )
     if cfg.train.loss == "liger" and cfg.device == "cpu":
         raise ConfigError("train.loss", "liger", "needs a GPU", "Use train.loss=chunked")
     if len(cfg.optim.betas) != 2 or not all(0 <= b < 1 for b in cfg.optim.betas):
@@ -363,6 +400,15 @@ def validate(cfg: DictConfig) -> None:
             cfg.model.width,
             f"is not divisible by model.heads={cfg.model.heads}",
             "Change one of the two",
+        )
+    if cfg.model.kv_heads is not None and (
+        cfg.model.kind != "llama" or cfg.model.kv_heads < 1 or cfg.model.heads % cfg.model.kv_heads
+    ):
+        raise ConfigError(
+            "model.kv_heads",
+            cfg.model.kv_heads,
+            f"does not go with model.kind={cfg.model.kind} and model.heads={cfg.model.heads}",
+            "Use a divisor of model.heads with model.kind=llama, or null",
         )
     if cfg.data.eval_tokens is not None and cfg.data.eval_tokens < cfg.data.sequence:
         raise ConfigError(

@@ -328,3 +328,36 @@ class FrozenColumnHead(Head):
     @property
     def weight(self):
         return self.Q @ self.A
+
+
+class SigsoftmaxHead(DenseHead):
+    """Outputs z + log sigmoid(z), z = W h, whose softmax is the sigsoftmax of z (Kanai et al. 2018)."""
+
+    linear = False
+
+    def forward(self, hidden):
+        z = super().forward(hidden)
+        return z + F.logsigmoid(z)
+
+
+class MixtureHead(DenseHead):
+    """Outputs ln sum_k pi_k softmax(W tanh(P_k h)), pi = softmax(Q h): a mixture of K softmaxes (Yang et al. 2018)."""
+
+    linear = False
+
+    def __init__(self, weight_VD, P_KDxD, Q_KD, active=None):
+        super().__init__(weight_VD, active)
+        self.P, self.Q = nn.Parameter(P_KDxD), nn.Parameter(Q_KD)
+
+    @classmethod
+    def from_weight(cls, weight_VD, components, generator, active=None):
+        """P, the K matrices P_k below each other, and Q are N(0, 1/D), drawn in this order."""
+        width = weight_VD.shape[1]
+        shapes = (components * width, width), (components, width)
+        P, Q = (torch.randn(*s, generator=generator, device=generator.device) * width**-0.5 for s in shapes)
+        return cls(weight_VD.detach(), P.to(weight_VD), Q.to(weight_VD), active)
+
+    def forward(self, hidden):
+        parts = F.linear(hidden, self.P).tanh().unflatten(-1, (len(self.Q), -1)) @ self.weight.T
+        shares = (hidden @ self.Q.T).log_softmax(-1)
+        return torch.logsumexp(parts.log_softmax(-1) + shares[..., None], -2)

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from . import data
 from .compose import compose, compose_plan, key_of, no_arm
 from .config import CONFIGS, ConfigError, nearest, parent_arm, validate
-from .identity import canonical, hash_of
+from .identity import canonical, hash_of, trunk_of
 from .run import settle_paths
 
 EXTENSIONS = 2  # how often a grid grows when the best value sits on its edge
@@ -39,6 +39,8 @@ class Job:
     settings: tuple[tuple[str, float], ...] = ()
     point: str = ""  # of a sweep typed on the command line
     parent: str = ""  # the run that has to be there first
+    trunk: str = ""  # equal for runs of which a longer one can go on from a shorter one
+    steps: int = 0  # of those
 
     def __str__(self) -> str:
         values = " ".join(f"{key.split('.')[-1]}={value:g}" for key, value in self.settings)
@@ -119,14 +121,18 @@ class Study:
             if leader not in planned or fnmatch(leader, pattern) or not any(fnmatch(arm, pattern) for arm in planned):
                 problem = "fits no arm, or names none, or itself"
                 raise ConfigError(f"plan.parents.{pattern}", leader, problem, nearest(leader, planned))
-        self.arms = list(dict.fromkeys(arms or planned or [""]))  # without a plan: the config itself, no arm
+        for pattern in self.plan.only:
+            if not any(fnmatch(arm, pattern) for arm in planned):
+                raise ConfigError("plan.only", pattern, "fits no arm", nearest(pattern, planned))
+        here = [arm for arm in planned if not self.plan.only or any(fnmatch(arm, only) for only in self.plan.only)]
+        self.arms = list(dict.fromkeys(arms or here or [""]))  # without a plan: the config itself, no arm
         self.seeds = list(dict.fromkeys(int(s) for s in (seeds or self.plan.seeds)))
         if not self.seeds:
             raise ConfigError("plan.seeds", [], "leaves nothing to run", "Name one seed or more")
         self.fixed = {key_of(o) for o in extra}
         self._configs: dict[str, tuple[DictConfig, dict[str, str]]] = {}
         self._canonical: dict[str, dict[str, Any]] = {}
-        self._ids: dict[tuple[Any, ...], str] = {}
+        self._ids: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # run, trunk and its steps
         self._parents: dict[tuple[str, int], str] = {}  # (arm, seed) -> run, as soon as it has a name
 
     def pick(self, arm: str) -> list[str]:
@@ -166,10 +172,12 @@ class Study:
                 for group in groups:
                     node = dict(node)[group]  # interventions are a list of (name, settings)
                 node[last] = value
-            self._ids[key] = hash_of(plain)
+            wsd = plain["optim"]["schedule"] == "wsd"
+            self._ids[key] = hash_of(plain), *((trunk_of(plain), plain["train"]["steps"]) if wsd else ("", 0))
         overrides = (*self.common, *self.pick(arm), f"seed={seed}", *([f"parent={parent}"] if parent else []),
                      *(f"{k}={v!r}" for k, v in settings.items()))  # fmt: skip
-        return Job(self.name, arm, seed, stage, self._ids[key], overrides, tuple(settings.items()), self.point, parent)
+        run, *trunk = self._ids[key]
+        return Job(self.name, arm, seed, stage, run, overrides, tuple(settings.items()), self.point, parent, *trunk)
 
     def own(self, arm: str) -> dict[str, Any] | None:
         """What the plan says of this arm's search alone: of the first pattern that fits."""

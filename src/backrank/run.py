@@ -25,11 +25,12 @@ from . import data
 from .compose import compose_run, quote_text
 from .config import CONFIGS, ROOT, ConfigError, parent_arm, validate
 from .distributed import Elsewhere, Parallel, Processes, Silent, exit_code, is_first, joined
-from .identity import run_id
+from .identity import canonical, hash_of, run_id, trunk_of
 from .mirror import WandbMirror
 from .recorder import Recorder, atomic_write, disk, read_rows
 from .rundir import Held, RunDir, code_hash, counting, provenance, write_json
 from .studies import measure
+from .trunk import Trunk
 
 log = logging.getLogger("backrank")
 EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
@@ -201,6 +202,12 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str, para
             from .build import build  # from here on torch is loaded
 
             trainer, record = build(cfg, source, rundir, recorder, parallel)
+        state, trunk = rundir.load() if trainer else {}, None
+        if trainer and cfg.optim.schedule == "wsd" and cfg.parallel == "none":  # else all would have to branch at once
+            key = [trunk_of(canonical(cfg, hashes)), code, watched(cfg), record["device"]]
+            trunk = Trunk(rundir, hash_of(key), cfg.train.steps - cfg.optim.cooldown)
+            if state is None and (state := trunk.branch()):
+                log.info("branching from a trunk at step %d", state["step"])
         atomic_write(rundir.path / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         write_json(
             rundir.path / "meta.json",
@@ -218,7 +225,6 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str, para
             },
         )
         made = False
-        state = rundir.load() if trainer else {}
         with parallel.agreeing():
             parallel.tell((cfg, rundir.id))  # all is well here: the others build the same
         if trainer is None:
@@ -234,6 +240,9 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str, para
             else:
                 trainer.restore(state)
                 log.info("continuing at step %d", trainer.step)
+            if trunk:
+                save = trainer.save
+                trainer.save = lambda state: (save(state), trunk.leave(state))
             (rundir.path / "failed.json").unlink(missing_ok=True)
             trainer.fit()
             parallel.listening = True

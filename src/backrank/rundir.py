@@ -203,10 +203,13 @@ def code_hash(cfg: Any) -> str:
     from .interventions import INTERVENTIONS
 
     own = Path(__file__).parent
-    model = own / "models" / f"{cfg.model.kind}.py"
-    built_on = re.findall(r"^from \. import (\w+)", model.read_text(), re.MULTILINE)  # the toy is GPT-2's blocks
-    kinds = [f"models/{name}" for name in (*built_on, cfg.model.kind)]
+    kinds = [f"models/{cfg.model.kind}"]
+    for kind in kinds:  # grows while it is read: the toy is GPT-2's blocks, which are a decoder's
+        source = (own / f"{kind}.py").read_text()
+        kinds += [f"models/{name}" for name in re.findall(r"^from \. import (\w+)", source, re.MULTILINE)]
     files = [own / f"{name}.py" for name in (*NUMERIC, *kinds, f"data/{SOURCES[cfg.data.source]}")]
+    if cfg.data.source == "shards":  # windows and their evaluation are those of text
+        files.append(own / "data" / "tokens.py")
     if cfg.study:
         study = own / "studies" / f"{cfg.study}.py"
         uses = set(re.findall(r"\w+", " ".join(re.findall(r"from \.\.theory\b(.*)", study.read_text()))))

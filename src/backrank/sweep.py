@@ -78,6 +78,11 @@ class Sweep:
         plans = self.progress()
         self.needed = {j.parent for p in plans for j in p.jobs
                        if j.parent and j.id not in self.committed and not RunDir(self.root, j.id).done}  # fmt: skip
+        shortest: dict[str, int] = {}
+        for study, progress in zip(self.studies, plans, strict=True):
+            for job in progress.jobs:
+                if job.trunk and job.id not in self.failed and not self.settled(study, job):
+                    shortest[job.trunk] = min(job.steps, shortest.get(job.trunk, job.steps))
         for n, (study, progress) in enumerate(zip(self.studies, plans, strict=True)):
             for job in progress.jobs:
                 if job.id in self.running | self.held or job.id in self.failed or (n, job.id) in self.seen:
@@ -96,6 +101,8 @@ class Sweep:
                     parent = next(j for j in progress.jobs if j.id == job.parent)
                     if parent.id in self.running or not self.settled(study, parent):
                         continue
+                if job.steps > shortest.get(job.trunk, job.steps):  # goes on from what that one leaves
+                    continue
                 others = [(m, j.arm) for m, p in enumerate(plans) if m != n for j in p.jobs if j.id == job.id]
                 return n, job, [watched(self.studies[m].config(arm)[0]) for m, arm in others]
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from fnmatch import fnmatch
@@ -63,6 +64,11 @@ class _Judge:
     def __init__(self, claims, claim, runs, scale, planned):
         self.claims, self.claim, self.scale, self.notes = claims, claim, scale, []
         mine = runs[runs["experiment"] == claim.experiment]
+        if claim.kind == "ordering" and claim.arms and planned:  # a scale may have fewer: the steps between the others
+            here = [arm for arm in claim.arms if arm in planned]
+            if 2 < len(here) < len(claim.arms):
+                self.claim = claim = dataclasses.replace(claim, arms=here)
+                self.notes.append(f"here of {', '.join(here)}")
         self.planned = planned or {arm: sorted(set(mine["seed"])) for arm in claim.names}
         self.runs = mine[(mine["status"] == "done") & mine["arm"].isin(claim.names)]
 

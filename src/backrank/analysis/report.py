@@ -37,6 +37,7 @@ class Results:
     table: pd.DataFrame
     runs: pd.DataFrame
     layers: pd.DataFrame
+    curves: pd.DataFrame
     search: pd.DataFrame
     features: pd.DataFrame
     claims: ClaimSet
@@ -72,7 +73,7 @@ def report(
 ) -> Path:
     """Write the report of `paper` at `scale` under results_root/<paper>/<scale>; returns the path of report.md.
 
-    Reads runs.csv and, where they exist, layers.parquet and search.csv there. planned: experiment -> arm -> seeds, for
+    Reads runs.csv and, where they exist, the other tables there. planned: experiment -> arm -> seeds, for
     "n of planned" and arms not run. committed_data: data name -> hash of the committed results; another hash is noted.
     Everything is built aside and moved into place at the end, report.md last. Raises ReportError if the report there
     counts more runs (unless `force`) or no run has finished, ClaimError for claims that cannot be judged.
@@ -114,11 +115,11 @@ def load(
     experiments_root: Path = ROOT / "experiments",
 ) -> Results:
     """The tables in `folder`, what the paper derives from them, and every claim judged on both."""
-    names = ("runs.csv", "layers.parquet", "search.csv", "features.csv")
-    runs, layers, search, features = (read_table(folder / name) for name in names)
+    names = ("runs.csv", "layers.parquet", "curves.parquet", "search.csv", "features.csv")
+    runs, layers, curves, search, features = (read_table(folder / name) for name in names)
     claims = load_claims(experiments_root / paper / "claims.yaml", experiments_root / "published.csv")
     done = _finished(runs)
-    results = Results(paper, scale, runs, done[done["stage"] == "final"], layers, search, features, claims)
+    results = Results(paper, scale, runs, done[done["stage"] == "final"], layers, curves, search, features, claims)
     derived = _derived(results, getattr(_module(experiments_root / paper / "report.py"), "DERIVED", {}))
     results.runs = pd.concat([results.runs, *derived], ignore_index=True)
     results.verdicts = judge(claims, pd.concat([runs, *derived], ignore_index=True), scale, planned)

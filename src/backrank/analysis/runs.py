@@ -1,4 +1,4 @@
-"""Run folders -> committed rows: runs.csv, layers.parquet, features.csv and search.csv of a paper and scale.
+"""Run folders -> committed rows of a paper and scale: runs, layers, curves, features and searches.
 
 Imports no torch.
 """
@@ -72,6 +72,7 @@ def row_of(job: Job, rundir: RunDir, study: Study) -> dict[str, Any] | None:
         "lr": settings.get("optim.lr", cfg.optim.lr),
         "weight_decay": cfg.optim.weight_decay,
         "optimizer": cfg.optim.name,
+        "step_tokens": cfg.train.batch * cfg.train.accumulate * cfg.data.sequence,
         "params": meta.get("params"),
         "data": meta.get("data"),
         "data_hash": meta.get("data_hash"),
@@ -130,6 +131,16 @@ def feature_rows(row: dict[str, Any], rundir: RunDir, study: Study) -> list[dict
     return rows
 
 
+def curve_rows(row: dict[str, Any], rundir: RunDir) -> list[dict[str, Any]]:
+    """Rows of curves.parquet: the validation loss over the steps of a finished run, on the part for the curve."""
+    return [
+        {**{key: row[key] for key in ("id", "experiment", "arm", "seed")}, "step": metrics["step"],
+         "loss": metrics["val/curve_loss"]}
+        for metrics in read_rows(rundir.path / "metrics.jsonl", finished=True)
+        if "val/curve_loss" in metrics
+    ]  # fmt: skip
+
+
 def collect(studies: Sequence[Study], root: Path, folder: Path, force: bool = False) -> None:
     """Joins the local runs of these studies with the committed rows of `folder` and writes them back.
 
@@ -138,7 +149,7 @@ def collect(studies: Sequence[Study], root: Path, folder: Path, force: bool = Fa
     """
     from ..sweep import Sweep
 
-    rows, layers, features, searches = [], [], [], []
+    rows, layers, curves, features, searches = [], [], [], [], []
     for study in studies:
         progress = Sweep([study], root, committed=committed_losses(folder)).progress()[0]
         for job in progress.jobs:
@@ -154,6 +165,7 @@ def collect(studies: Sequence[Study], root: Path, folder: Path, force: bool = Fa
                             **{c: layer.get(c) for c in LAYER_COLUMNS},
                         }
                     )
+                curves += curve_rows(row, rundir)
                 features += feature_rows(row, rundir, study)
         for c in progress.choices:
             for key in c.best:
@@ -199,13 +211,15 @@ def collect(studies: Sequence[Study], root: Path, folder: Path, force: bool = Fa
     search = join(read_table(folder / "search.csv"), searches, ["experiment", "arm", "key"])
     if len(search):  # nothing to choose is no table: an empty file cannot be read back
         atomic_write(folder / "search.csv", search.to_csv(index=False))
-    table = join(read_table(folder / "layers.parquet"), layers, ["experiment", "id", "step", "layer", "kind"])
-    if len(table):
-        table = table[table["id"].isin(kept)]
-        table = table.astype(dict.fromkeys(table.columns[table.dtypes == "float64"], "float32"))
-        buffer = io.BytesIO()
-        table.to_parquet(buffer, index=False, compression="zstd")
-        atomic_write(folder / "layers.parquet", buffer.getvalue())
+    for name, new, keys in (("layers", layers, ["layer", "kind"]), ("curves", curves, [])):
+        path = folder / f"{name}.parquet"
+        table = join(read_table(path), new, ["experiment", "id", "step", *keys])
+        if len(table):
+            table = table[table["id"].isin(kept)]
+            table = table.astype(dict.fromkeys(table.columns[table.dtypes == "float64"], "float32"))
+            buffer = io.BytesIO()
+            table.to_parquet(buffer, index=False, compression="zstd")
+            atomic_write(path, buffer.getvalue())
 
 
 def marked(runs: pd.DataFrame, studies: Sequence[Study], folder: Path) -> pd.DataFrame:

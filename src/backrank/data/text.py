@@ -134,7 +134,7 @@ def hub_splits(name: str, root: str | None, hub_id: str | None, config: str | No
     """The `datasets` splits of a hub id. Raises ConfigError naming what was looked at and the command that fetches."""
     looked, target = places(name, root, config), Path(root or "data").expanduser() / name
     where = f"no parquet or text files in {', '.join(map(str, looked))}" if looked else "data.root is not set"
-    fetch = f"python -m backrank.data {hub_id} {config or '-'} {shlex.quote(str(target))}"
+    fetch = f"python -m backrank.data fetch {hub_id} {config or '-'} {shlex.quote(str(target))}"
     remedy = f"Where there is a network, run: {fetch} ; then set data.root={target.parent}"
     if not hub_id:
         raise ConfigError("data.hub_id", hub_id, where, "Set data.root to a prepared folder, or data.hub_id")

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
+from . import _decoder
 
-class Gpt2(nn.Module):
-    def __init__(self, config: GPT2Config):
-        super().__init__()
-        self.model = GPT2Model(config)
 
+class Gpt2(_decoder.Decoder):
     @property
     def embedding(self) -> nn.Embedding:
         return self.model.wte
 
-    def checkpoint_activations(self) -> None:
-        # the name changed within transformers 5
-        enable = (
-            getattr(self.model, "activation_checkpointing_enable", None) or self.model.gradient_checkpointing_enable
-        )
-        enable({"use_reentrant": False})
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.h
 
-    def forward(self, x_BT: Tensor, taps: dict[int, Tensor] | None = None) -> Tensor:
-        # the library's own forward reads the positions back to see whether sequences are packed: a wait every step
-        state = self.model.wte(x_BT) + self.model.wpe(torch.arange(x_BT.shape[1], device=x_BT.device)[None])
-        for depth, block in enumerate(self.model.h, start=1):
-            state = block(state)
-            state = state[0] if isinstance(state, tuple) else state  # some versions of transformers 5 wrap it
-            if taps and depth in taps:
-                taps[depth] = state
-        out = self.model.ln_f(state)
-        if taps and len(self.model.h) in taps:
-            taps[len(self.model.h)] = out
-        return out
+    @property
+    def norm(self) -> nn.Module:
+        return self.model.ln_f
+
+    def stem(self, x_BT: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return self.model.wte(x_BT) + self.model.wpe(torch.arange(x_BT.shape[1], device=x_BT.device)[None]), {}
 
 
 def settings(model: DictConfig, data: DictConfig) -> GPT2Config:
@@ -59,4 +50,4 @@ def settings(model: DictConfig, data: DictConfig) -> GPT2Config:
 
 
 def build(model: DictConfig, data: DictConfig) -> nn.Module:
-    return Gpt2(settings(model, data))
+    return Gpt2(GPT2Model(settings(model, data)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 from torch import nn
+from transformers import GPT2Model
 
 from . import gpt2
 
@@ -13,4 +14,4 @@ class Toy(gpt2.Gpt2):
 
 
 def build(model: DictConfig, data: DictConfig) -> nn.Module:
-    return Toy(gpt2.settings(model, data))
+    return Toy(GPT2Model(gpt2.settings(model, data)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .base import Measured, Probe, Snapshot
 
@@ -12,15 +12,54 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+JACOBIANS = 64  # tokens of a head that is no product W h: each has a V x D Jacobian of its own
+
+
 @dataclass
 class HeadGradient(Probe):
     """Lost fraction of the logit gradient, its cosine, both nulls, kept energy over D/V, cond(W) (lost_in_backprop)."""
 
     def measure(self, snapshot: Snapshot) -> Measured:
-        from ..head import head_gradient_stats
+        from ..head import IGNORE, head_gradient_stats
 
-        stats = head_gradient_stats(snapshot.hidden_ND, snapshot.weight_VD, snapshot.targets_N)
+        head = snapshot.task.head
+        if head.linear:
+            stats = head_gradient_stats(snapshot.hidden_ND, snapshot.weight_VD, snapshot.targets_N)
+        else:
+            seen = (snapshot.targets_N != IGNORE).nonzero().flatten()[:JACOBIANS]
+            stats = jacobian_stats(head, snapshot.hidden_ND[seen], snapshot.targets_N[seen])
         return {f"head/{key}": math.nan if value is None else float(value) for key, value in stats.items()}, []
+
+
+def jacobian_stats(head: Any, hidden_ND: Tensor, targets_N: Tensor) -> dict[str, float]:
+    """The same of any head f: R^D -> R^V, whose outputs' gradient G reaches the state through its Jacobian J, V x D.
+
+    lost: norm of G outside each token's col(J) over that of G; rank: the largest of a J.
+    """
+    import torch
+
+    from ..grad import gram_pinv
+
+    with torch.no_grad():
+        G_NV = head(hidden_ND).softmax(-1).double()
+        G_NV[torch.arange(len(G_NV)), targets_N] -= 1
+        kept, ranks = [], []
+        for hidden_D, g_V in zip(hidden_ND, G_NV, strict=True):
+            J_VD = torch.func.jacfwd(head)(hidden_D).double()
+            inverse_DD, rank, _ = gram_pinv(J_VD.T @ J_VD)
+            at_state_D = J_VD.T @ g_V
+            kept.append(float(at_state_D @ inverse_DD @ at_state_D))
+            ranks.append(int(rank))
+    share, null = sum(kept) / float(G_NV.square().sum()), max(ranks) / G_NV.shape[1]
+    return {
+        "lost": (1 - share) ** 0.5,
+        "cosine": share**0.5,
+        "null_lost": (1 - null) ** 0.5,
+        "null_cosine": null**0.5,
+        "kept_over_null": share / null,
+        "rank": max(ranks),
+        "tokens": len(targets_N),
+    }
 
 
 def principal_cosines(first_VD: Tensor, second_VD: Tensor) -> Tensor:

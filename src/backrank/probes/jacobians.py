@@ -28,8 +28,7 @@ VECTORS = 16  # rows of a Jacobian in one backward pass
 def residual_blocks(task: Task) -> dict[str, nn.Module]:
     """The blocks by name, in forward order."""
     names = {id(module): name for name, module in task.named_modules()}
-    blocks = task.backbone.blocks if hasattr(task.backbone, "blocks") else task.backbone.model.h
-    return {names[id(block)]: block for block in blocks}
+    return {names[id(block)]: block for block in task.backbone.blocks}
 
 
 def unwrapped(state: Any) -> Tensor:
