@@ -2,6 +2,7 @@
 
 python -m backrank.run experiment=causal_test/byte_heads arm=backward_r8 seed=1
 python -m backrank.run -m experiment=causal_test/byte_heads scale=laptop
+torchrun --nproc-per-node 2 -m backrank.run experiment=causal_test/subword_heads arm=ordinary parallel=ddp
 """
 
 from __future__ import annotations
