@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig
 
 from .config import ConfigError, make
+from .distributed import Parallel
 from .head import DenseHead, resolve_loss
 from .interventions import INTERVENTIONS
 from .models import build_backbone
@@ -63,64 +64,77 @@ def inherit(task: Task, parent: RunDir) -> dict[str, str]:
     return {"parent": tensor_hash(state["task"])}
 
 
-def build(cfg: DictConfig, source: Any, rundir: RunDir, recorder: Recorder) -> tuple[Trainer, dict[str, Any]]:
-    """The trainer of a run, and what its record says of the model, its parameters and its data order."""
-    device = pick_device(cfg.device)
+def build(
+    cfg: DictConfig, source: Any, rundir: RunDir, recorder: Recorder, parallel: Parallel | None = None
+) -> tuple[Trainer, dict[str, Any]]:
+    """The trainer of a run, and what its record says of the model, its parameters and its data order.
+
+    Every process of a run builds the same from the seed; nothing is sent between them.
+    """
+    parallel = parallel or Parallel()
+    device = parallel.device(pick_device(cfg.device))
     torch.manual_seed(role_seed(cfg.seed, "training"))
     task, hashes = build_task(cfg)
     if cfg.parent:
         hashes = inherit(task, RunDir(rundir.root, cfg.parent))
+    if parallel.mode != "none" and any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in task.modules()):
+        problem = f"splits the batch over which model.kind={cfg.model.kind} normalises"
+        raise ConfigError("parallel", parallel.mode, problem, "Set parallel=none")
     task.to(device)
     if cfg.train.channels_last:
         task.to(memory_format=torch.channels_last)
     stream = source.stream(cfg, device)
     for intervention in task.interventions:
+        intervention.all_reduce = parallel.all_reduce
         intervention.attach(task, stream.fresh, role_seed(cfg.seed, "route"))
         intervention.state = {name: t.to(device) for name, t in intervention.state.items()}
+    kinds, size = parameter_kinds(task), sum({id(p): p.numel() for p in task.parameters()}.values())
+    forward = parallel.wrap(task)
     optimiser, decays = build_optimiser(task, cfg.optim)
 
     def evaluate(split: str, whole: bool = True) -> dict[str, float]:
-        return task.evaluate(stream.evaluation(split, whole))
+        return parallel.whole_task.evaluate(stream.evaluation(split, whole))
 
     def snapshot(step: int, sequences: int) -> Snapshot:
-        return Snapshot(task, lambda: stream.held_out(sequences), step)
+        return Snapshot(parallel.whole_task, lambda: stream.held_out(sequences), step)
 
     probes = [make(PROBES[name], node) for name, node in cfg.probe.items()]
-    for probe in probes:
-        probe.prepare(cfg, task)
+    if parallel.rank == 0:
+        for probe in probes:
+            probe.prepare(cfg, parallel.whole_task)
 
     autocast = partial(torch.autocast, device.type, torch.bfloat16) if cfg.train.amp == "bf16" else nullcontext
     if cfg.train.checkpointing:
         task.backbone.checkpoint_activations()
-    forward = task
     if cfg.train.compile != "none":
         forward = torch.compile(task, backend=cfg.train.compile, fullgraph=True)
     trainer = Trainer(
         task=task,
         optimiser=optimiser,
         lr_at=lambda step: lr_at(step, cfg.train.steps, cfg.optim),
-        batch_at=stream.batch_at,
+        batch_at=lambda index: parallel.share(stream.batch_at(index)),
         evaluate=evaluate,
         snapshot=snapshot,
         probes=probes,
         recorder=recorder,
-        save=rundir.save,
+        save=partial(parallel.save, rundir, task, optimiser),
         steps=cfg.train.steps,
         accumulate=cfg.train.accumulate,
         clip=cfg.optim.clip,
         autocast=autocast,
         every=cfg.every,
         forward=forward,
+        parallel=parallel,
     )
-    counted = {id(p): p.numel() for p in task.parameters()}
     record = {
         "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
         "threads": torch.get_num_threads(),
-        "params": sum(counted.values()),
+        "parallel": {"mode": parallel.mode, "processes": parallel.world},
+        "params": size,
         "init_hash": hashes,
         "order_hash": stream.order_hash(min(cfg.train.steps * cfg.train.accumulate, 10_000)),
         "facts": stream.facts,
-        "parameter_kinds": parameter_kinds(task),
+        "parameter_kinds": kinds,
         "decaying": decays,
     }
     return trainer, record

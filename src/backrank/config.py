@@ -201,6 +201,7 @@ class Config:
     """A run. study: what is done instead of training, the name of a file in studies/ (null: training).
 
     parent: the id of the finished run whose weights this one starts from, or that a study measures.
+    parallel: how the processes that torchrun started share this run: `ddp`, `fsdp`, or `none` for one process.
     """
 
     scale: str = "laptop"
@@ -209,6 +210,7 @@ class Config:
     label: str | None = None
     seed: int = 1
     device: str = "auto"
+    parallel: str = "none"
     runs: str = MISSING
     study: str | None = None
     parent: str | None = None
@@ -246,6 +248,7 @@ SOURCES = {
 CHOICES = {
     "scale": SCALES,
     "device": ("auto", "cpu", "cuda"),
+    "parallel": ("none", "ddp", "fsdp"),
     "model.kind": tuple(sorted(p.stem for p in (Path(__file__).parent / "models").glob("[a-z]*.py"))),
     "study": (None, *sorted(p.stem for p in (Path(__file__).parent / "studies").glob("[a-z]*.py"))),
     "data.source": tuple(SOURCES),

@@ -97,9 +97,13 @@ def head_basis(W_VD, rank):
     return top_basis(gram(W_VD), rank).to(at_least_float32(W_VD).dtype)
 
 
-def gradient_basis(g_ND, rank):
-    """Top `rank` right singular vectors of the hidden gradient, D x rank; with N < rank the rest is arbitrary."""
-    return top_basis(gram(g_ND), rank).to(at_least_float32(g_ND).dtype)
+def gradient_basis(g_ND, rank, all_reduce=None):
+    """Top `rank` right singular vectors of the hidden gradient, D x rank; with N < rank the rest is arbitrary.
+
+    `all_reduce` maps the D x D Gram matrix to its sum over all processes, with the batch split.
+    """
+    gram_DD = gram(g_ND) if all_reduce is None else all_reduce(gram(g_ND))
+    return top_basis(gram_DD, rank).to(at_least_float32(g_ND).dtype)
 
 
 def random_basis(width, rank, generator):

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 # Where a run is kept, what watches it and what it is called do not change its numbers.
-NOT_IDENTITY = ("scale", "experiment", "arm", "label", "runs", "device", "every", "probe", "logger", "plan")
+NOT_IDENTITY = ("scale", "experiment", "arm", "label", "runs", "device", "parallel", "every", "probe", "logger", "plan")
 NOT_IDENTITY_DATA = ("name", "path", "root", "hub_id", "hub_config", "source", "part", "column", "cache", "tokenizer")
 
 

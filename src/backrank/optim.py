@@ -38,7 +38,8 @@ def build_optimiser(task: nn.Module, cfg: DictConfig) -> tuple[Any, list[str]]:
         # one fused kernel a group, on the CPU too
         return torch.optim.AdamW(groups, lr=cfg.lr, betas=tuple(cfg.betas), eps=cfg.eps, fused=True), decays
     if cfg.name == "sgd":
-        return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, fused=True), decays
+        pieces = any(hasattr(p, "full_tensor") for p in named.values())  # torch has no fused SGD for FSDP's
+        return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, fused=not pieces), decays
     return Muon(named, kinds, decays, cfg), decays
 
 

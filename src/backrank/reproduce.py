@@ -11,11 +11,12 @@ BACKRANK_DATA and BACKRANK_RUNS are read by the configs.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,22 @@ def studies_of(
     return [Study(experiment, scale, extra, arms, [number("seed", s, 0) for s in seeds] if seeds else None, named)]
 
 
+def swept(arguments: Sequence[str]) -> list[Study]:
+    """The studies of a command line: `arm` and `seed` go into the plans, every other sweep multiplies them."""
+    from .compose import parse
+
+    axes: dict[str, list[str]] = {}
+    for override in parse(arguments):
+        values = (
+            override.sweep_string_iterator() if override.is_sweep_override() else [override.get_value_element_as_str()]
+        )
+        axes[override.get_key_element()] = list(values)
+    arms, seeds = axes.pop("arm", None), axes.pop("seed", None)
+    vary = [key for key, values in axes.items() if len(values) > 1]
+    points = (dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values()))
+    return [study for point in points for study in studies_of(point, arms, seeds, vary)]
+
+
 def runs_root(studies: Sequence[Study]) -> Path:
     from .run import runs_root as of
 
@@ -103,6 +120,45 @@ def execute(studies: Sequence[Study], env: Mapping[str, str] = os.environ, **opt
         f"in {(time.time() - started) / 60:.1f} min; folders in {sweep.root}"
     )
     return code
+
+
+def submit(arguments: Sequence[str], launch: Callable[..., Any], env: Mapping[str, str] = os.environ) -> int:
+    """Executes a sweep by JOBS jobs of a launcher, launch(worker, jobs, folder); returns the exit code.
+
+    Each job is one worker of the whole plan and the folders' locks share out the runs, as between machines: what a
+    search opens begins when its last run ends, whichever job that is, and a job that is lost costs its run in hand.
+    """
+    settings, studies = Settings(env), swept(arguments)
+    root, began = runs_root(studies), time.time()
+    before = Sweep(studies, root, fresh=settings.fresh)
+    left, problem = len(before.left()), ""
+    if left:
+        folder, jobs = root / ".jobs", min(left, settings.jobs)
+        print(f"{left} runs to do by {jobs} jobs; their output is below {folder}", flush=True)
+        try:
+            for job in launch(functools.partial(work, list(arguments), began), jobs, str(folder)):
+                _ = job.return_value  # raises what ended it
+        except KeyboardInterrupt:
+            print("not waiting any longer: jobs that the scheduler has go on until they are cancelled there")
+            return 130
+        except Exception as error:
+            problem = f"a job ended before its work: {type(error).__name__}: {error}"
+    after = Sweep(studies, root, fresh=settings.fresh, since=began)
+    for job in after.left():
+        after.failed[job.id] = job, "was left by all jobs"
+    after.ran = dict.fromkeys(after.skipped - before.skipped, 0.0)
+    after.skipped &= before.skipped
+    after.report()
+    print(
+        f"{problem + chr(10) if problem else ''}{len(after.ran)} runs done, {len(after.skipped)} skipped, "
+        f"{len(after.failed)} failed in {(time.time() - began) / 60:.1f} min; folders in {root}"
+    )
+    return 1 if after.failed or problem else 0
+
+
+def work(arguments: Sequence[str], since: float, _: Any) -> int:
+    """One job of `submit`."""
+    return execute(swept(arguments), {**os.environ, "JOBS": "1"}, since=since)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 python -m backrank.run experiment=causal_test/byte_heads arm=backward_r8 seed=1
 python -m backrank.run -m experiment=causal_test/byte_heads scale=laptop
+torchrun --nproc-per-node 2 -m backrank.run experiment=causal_test/subword_heads arm=ordinary parallel=ddp
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from . import data
 from .compose import compose_run, quote_text
 from .config import CONFIGS, ROOT, ConfigError, parent_arm, validate
+from .distributed import Elsewhere, Parallel, Processes, Silent, exit_code, is_first, joined
 from .identity import canonical, hash_of, run_id, trunk_of
 from .mirror import WandbMirror
 from .recorder import Recorder, atomic_write, disk, read_rows
@@ -139,14 +141,20 @@ def is_current(rundir: RunDir, cfg: DictConfig, fresh: bool) -> bool:
     return bool(meta) and covers(meta["watched"], watched(cfg)) and not stale
 
 
-def run_one(cfg: DictConfig, fresh: bool = False, also: Sequence[dict[str, Any]] = ()) -> Outcome:
+def run_one(
+    cfg: DictConfig, fresh: bool = False, also: Sequence[dict[str, Any]] = (), parallel: Parallel | None = None
+) -> Outcome:
     """Runs, continues or skips one run.
 
     `fresh` starts stale, damaged, failed and unfinished ones anew; `also`: what other experiments watch in this run.
     Raises ConfigError for bad input, Held if another process has the run, Interrupted after a signal; any other error
     is written to the run's own log and failed.json, and raised.
     """
+    parallel = parallel or Parallel()
     identity, hashes = identify(cfg)
+    if cfg.parallel != parallel.mode:
+        problem = "is a single run that torchrun starts, not one of a sweep"
+        raise ConfigError("parallel", cfg.parallel, problem, "torchrun -m backrank.run ..., or parallel=none")
     check_parent(cfg)
     for other in also:
         widen(cfg, other)
@@ -167,14 +175,14 @@ def run_one(cfg: DictConfig, fresh: bool = False, also: Sequence[dict[str, Any]]
                 widen(cfg, meta["watched"])
         moved = rundir.set_aside() if aside else None
         try:
-            return Outcome(identity, "ran", fit(cfg, rundir, hashes, code))
+            return Outcome(identity, "ran", fit(cfg, rundir, hashes, code, parallel))
         except ConfigError:
             if moved and not rundir.path.exists():  # refused before it began
                 moved.rename(rundir.path)
             raise
 
 
-def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> dict[str, Any]:
+def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str, parallel: Parallel) -> dict[str, Any]:
     """Builds and trains in a claimed folder, from its checkpoint if it has one."""
     made = not rundir.path.exists()
     with disk(rundir.root):
@@ -194,9 +202,9 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
         else:
             from .build import build  # from here on torch is loaded
 
-            trainer, record = build(cfg, source, rundir, recorder)
+            trainer, record = build(cfg, source, rundir, recorder, parallel)
         state, trunk = rundir.load() if trainer else {}, None
-        if trainer and cfg.optim.schedule == "wsd":
+        if trainer and cfg.optim.schedule == "wsd" and cfg.parallel == "none":  # else all would have to branch at once
             key = [trunk_of(canonical(cfg, hashes)), code, watched(cfg), record["device"]]
             trunk = Trunk(rundir, hash_of(key), cfg.train.steps - cfg.optim.cooldown)
             if state is None and (state := trunk.branch()):
@@ -218,6 +226,8 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
             },
         )
         made = False
+        with parallel.agreeing():
+            parallel.tell((cfg, rundir.id))  # all is well here: the others build the same
         if trainer is None:
             recorder.truncate({})
             recorder.metrics(1, measured.metrics)
@@ -225,6 +235,7 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
             recorder.flush()
             state = {"step": 1, "wall_s": time.perf_counter() - wall, "core_s": time.process_time() - cpu}
         elif state is None or "optimiser" in state:
+            parallel.listening = False
             if state is None:
                 recorder.truncate({})
             else:
@@ -235,10 +246,11 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
                 trainer.save = lambda state: (save(state), trunk.leave(state))
             (rundir.path / "failed.json").unlink(missing_ok=True)
             trainer.fit()
+            parallel.listening = True
             seconds = trainer.elapsed()
             state = {
                 "step": trainer.step,
-                "task": trainer.task.state_dict(),
+                "task": parallel.whole_task.state_dict(),
                 "offsets": recorder.offsets(),
                 "wall_s": round(seconds, 3),
                 "core_s": round(seconds / (time.perf_counter() - wall) * (time.process_time() - cpu), 3),
@@ -267,7 +279,8 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
         ended = "done"
         return summary
     except BaseException as error:
-        if type(error).__name__ == "Interrupted" or isinstance(error, KeyboardInterrupt):
+        # a cluster's worker leaves by SystemExit when its time is up
+        if type(error).__name__ == "Interrupted" or isinstance(error, (KeyboardInterrupt, SystemExit)):
             ended = "interrupted"
         elif isinstance(error, ConfigError) and made:  # refused before anything was made: nothing stays
             shutil.rmtree(rundir.path, ignore_errors=True)
@@ -295,6 +308,27 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str) -> d
         handler.close()
 
 
+def follow(parallel: Processes) -> None:
+    """What every process but the first does: builds the same, trains along, and ends as that one does (Elsewhere)."""
+    cfg, identity = parallel.told()
+    from .build import build
+    from .trainer import Interrupted, NonFiniteLoss
+
+    log.setLevel(logging.WARNING)
+    rundir = RunDir(runs_root(cfg), identity)
+    with parallel.agreeing():
+        trainer, _ = build(cfg, data.load(cfg.data), rundir, Silent(), parallel)
+        state = rundir.load()
+    if state is None or "optimiser" in state:
+        if state is not None:
+            trainer.restore(state)
+        try:
+            trainer.fit()
+        except (Interrupted, NonFiniteLoss) as error:  # the first process meets it too, and says so
+            raise Elsewhere(exit_code(error)) from None
+    parallel.told()
+
+
 def summarise(folder: Path) -> dict[str, Any]:
     """First and last value of every metric but the per-step ones: `<name>@0` at the start, `<name>` at the end."""
     summary: dict[str, Any] = {}
@@ -318,11 +352,19 @@ def summarise(folder: Path) -> dict[str, Any]:
 def single(overrides: Sequence[str]) -> int:
     """`python -m backrank.run` without -m."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    silent = not is_first()  # what all processes find wrong with the settings, one says
     try:
         cfg = compose_run(overrides)
-        outcome = run_one(cfg, fresh=bool(os.environ.get("FRESH")))
+        with joined(cfg) as parallel:
+            silent = False
+            if parallel.rank > 0:
+                follow(parallel)
+            outcome = run_one(cfg, bool(os.environ.get("FRESH")), parallel=parallel)
+    except Elsewhere as error:
+        return error.code
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if not silent:
+            print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
     except Held as error:
         print(f"{error}; nothing to do here", file=sys.stderr)

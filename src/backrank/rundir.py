@@ -1,7 +1,8 @@
 """A run's folder: who holds it, what state it is in, its checkpoint and its provenance. Imports no torch at the top.
 
 `<root>/<id>/` holds config.yaml, meta.json, metrics.jsonl, layers.jsonl, checkpoint.pt, log.txt and, last and atomic,
-summary.json: a folder with a summary is done. failed.json tells why a run stopped with an error.
+summary.json: a folder with a summary is done. While several processes train (`fsdp`) the checkpoint is a folder
+`shards-<step>/` of their pieces. failed.json tells why a run stopped with an error.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -124,12 +126,7 @@ class RunDir:
         """Replaces the checkpoint as a whole. Raises NonFiniteLoss rather than replace a good one by a broken one."""
         import torch
 
-        from .trainer import NonFiniteLoss
-
-        if bad := [name for name, weight in state["task"].items() if not weight.isfinite().all()]:
-            raise NonFiniteLoss(
-                f"{', '.join(bad)} holds non-finite entries at step {state['step']}; the last good checkpoint is kept"
-            )
+        self.refuse_nonfinite(state["step"], state["task"])
         partial = self.checkpoint.with_suffix(".tmp")
         with disk(self.path):
             try:
@@ -142,15 +139,43 @@ class RunDir:
                 raise error.__context__ if isinstance(error.__context__, OSError) else OSError(str(error)) from None
             finally:
                 partial.unlink(missing_ok=True)
+            for folder in self.path.glob("shards-*"):
+                shutil.rmtree(folder)
+
+    def refuse_nonfinite(self, step: int, weights: dict[str, Any]) -> None:
+        from .trainer import NonFiniteLoss
+
+        if bad := [name for name, weight in weights.items() if not weight.isfinite().all()]:
+            raise NonFiniteLoss(
+                f"{', '.join(bad)} holds non-finite entries at step {step}; the last good checkpoint is kept"
+            )
+
+    def adopt(self, draft: Path, step: int) -> None:
+        """Makes a finished folder of pieces the checkpoint, in place of the one before, of whatever kind."""
+        target = self.path / f"shards-{step}"
+        with disk(self.path):
+            if not target.exists():  # else it was saved at this very step
+                draft.rename(target)
+            self.checkpoint.unlink(missing_ok=True)
+            for folder in self.path.glob("shards-*"):
+                if folder != target:
+                    shutil.rmtree(folder)
 
     def load(self) -> dict[str, Any] | None:
-        """The checkpoint, or None. Only tensors and plain data are unpickled."""
+        """The checkpoint, or None. Only tensors and plain data are unpickled.
+
+        Of one in pieces (several processes, `fsdp`) all but weights and optimiser, with its folder as `sharded`.
+        """
         import torch
 
-        if not self.checkpoint.exists():
+        steps = sorted(int(p.name.partition("-")[2]) for p in self.path.glob("shards-*"))
+        folder = self.path / f"shards-{steps[-1]}" if steps else None
+        if folder is None and not self.checkpoint.exists():
             return None
         try:
-            return torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+            path = folder / "rest.pt" if folder else self.checkpoint
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            return {**state, "sharded": str(folder)} if folder else state
         except Exception as error:
             raise ConfigError(
                 "runs",

@@ -29,12 +29,16 @@ from .rundir import Held, RunDir, write_json
 
 @dataclass
 class Sweep:
-    """Runs of several studies at once. `committed` (id -> losses) counts as done where it is given."""
+    """Runs of several studies at once. `committed` (id -> losses) counts as done where it is given.
+
+    since: what failed in another worker of the same sweep, after this time, is not tried again (null: try all).
+    """
 
     studies: Sequence[Study]
     root: Path
     workers: int = 1
     fresh: bool = False
+    since: float | None = None
     committed: dict[str, dict[str, float]] = field(default_factory=dict)
     said: Callable[[str], None] = lambda line: print(line, flush=True)
     after_each: Callable[[], None] = lambda: None
@@ -88,6 +92,11 @@ class Sweep:
                     if job.id not in self.ran:
                         self.skipped.add(job.id)
                     continue
+                if self.since is not None:
+                    failure = RunDir(self.root, job.id).read("failed.json", damaged_is_none=True)
+                    if failure and failure["time"] >= self.since:
+                        self.failed[job.id] = job, failure["message"]
+                        continue
                 if job.parent:
                     parent = next(j for j in progress.jobs if j.id == job.parent)
                     if parent.id in self.running or not self.settled(study, parent):
@@ -97,6 +106,15 @@ class Sweep:
                 others = [(m, j.arm) for m, p in enumerate(plans) if m != n for j in p.jobs if j.id == job.id]
                 return n, job, [watched(self.studies[m].config(arm)[0]) for m, arm in others]
         return None
+
+    def left(self) -> list[Job]:
+        """The runs that could begin now; what is done already, or failed since, is counted on the way."""
+        found = []
+        while following := self.next_job():
+            study, job, _ = following
+            self.seen.add((study, job.id))
+            found.append(job)
+        return found
 
     def settled(self, study: Study, job: Job) -> bool:
         """Whether a run needs no work: finished with all that this experiment asks for, or a search that diverged."""
@@ -131,7 +149,7 @@ class Sweep:
                     signal.signal(number, handler)
         if isinstance(self.error, Exception):
             raise self.error
-        self._report()
+        self.report()
         return 130 if self.stopping else 1 if self.failed else 0
 
     def _interrupt(self, number: int, frame: Any) -> None:
@@ -218,7 +236,7 @@ class Sweep:
         counts = f"running {len(self.running)}, failed {len(self.failed)}, left {left}{eta}"
         self.said(f"[{done}/{total}] {job}: {what}  ({counts})")
 
-    def _report(self) -> None:
+    def report(self) -> None:
         if self.skipped:
             self.said(f"{len(self.skipped)} runs were done already and left as they are")
         blocked = {f"{s.name} {arm}" for s, p in zip(self.studies, self.progress(), strict=True) for arm in p.blocked}

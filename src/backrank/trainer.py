@@ -54,7 +54,8 @@ class Trainer:
     clip: float
     autocast: Callable[[], Any]
     every: Any
-    forward: Callable[..., Tensor]  # the task, possibly compiled
+    forward: Callable[..., Tensor]  # the task, possibly compiled or wrapped
+    parallel: Any  # this process among those of the run
     step: int = 0
     seconds: float = 0.0  # spent in earlier calls of the same run
     pending: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
@@ -69,24 +70,26 @@ class Trainer:
         self.started = time.perf_counter()
         if self.step == 0:
             self.observe()
-        with stop_on_signals(self.stop):
+        with stop_on_signals(self.stop, once=self.parallel.world == 1):
             while self.step < self.steps:
                 tick = time.perf_counter()
                 lr = self.lr_at(self.step)
                 for group in self.optimiser.param_groups:
                     group["lr"] = lr
+                self.parallel.unshard()
                 for intervention in interventions:
                     intervention.begin_step(self.step, head)
                 batches = [self.batch_at(self.step * self.accumulate + i) for i in range(self.accumulate)]
-                # one denominator for the whole step: uneven micro-batches add up to the same gradient
-                tokens = sum((y >= 0).sum() for _, y in batches)
+                # one denominator for the whole step: uneven micro-batches and processes add up to the same gradient
+                tokens = self.parallel.total(sum((y >= 0).sum() for _, y in batches))
                 total = 0.0
-                for x, y in batches:
-                    with self.autocast():
+                for i, (x, y) in enumerate(batches, start=1):
+                    with self.autocast(), self.parallel.accumulating(i < self.accumulate):
                         loss = self.forward(x, y, tokens)
                     loss.backward()
                     total = total + loss.detach()
-                norm = nn.utils.clip_grad_norm_(parameters, self.clip if self.clip > 0 else float("inf"))
+                most = self.clip if self.clip > 0 else float("inf")
+                norm = self.parallel.whole(nn.utils.clip_grad_norm_(parameters, most))
                 for intervention in interventions:
                     intervention.before_update(head)
                 self.optimiser.step()
@@ -99,7 +102,7 @@ class Trainer:
                     (
                         self.step,
                         {
-                            "train/loss": total,
+                            "train/loss": self.parallel.total(total),
                             "optim/lr": lr,
                             "optim/grad_norm": norm,
                             "time/step_ms": (time.perf_counter() - tick) * 1e3,
@@ -108,7 +111,7 @@ class Trainer:
                 )
                 self.after_step()
             self.flush()
-            self.finish()
+            self.parallel.alone(self.finish)
 
     # ----------------------------------------------------------------------------------- what happens between steps
 
@@ -117,7 +120,7 @@ class Trainer:
         if last or (self.every.log and self.step % self.every.log == 0):
             self.flush()
         self.observe()
-        if self.stop.is_set() and not last:
+        if not last and self.parallel.any(self.stop.is_set()):
             self.checkpoint()
             raise Interrupted(f"stopped at step {self.step}; the same command continues it")
         if not last and self.every.checkpoint and self.step % self.every.checkpoint == 0:
@@ -146,17 +149,20 @@ class Trainer:
         self.pending.clear()
 
     def observe(self) -> None:
-        """Probes and the validation curve; both only read."""
+        """Probes and the validation curve; both only read, in the first process."""
         due = [p for p in self.probes if p.due(self.step, self.steps)]
         curve = self.every.eval and self.step % self.every.eval == 0 and 0 < self.step < self.steps
         if not due and not curve:
             return
         self.flush()
+        self.parallel.alone(lambda: self.measure(due, curve))
+
+    def measure(self, due: list[Probe], curve: bool) -> None:
         if curve:
             measured = self.evaluate("validation", whole=False)
             self.recorder.metrics(self.step, {f"val/curve_{k}": v for k, v in measured.items()})
         snapshots: dict[int, Any] = {}
-        with frozen_rng(), self.task.evaluating():
+        with frozen_rng(), self.parallel.whole_task.evaluating():
             for probe in due:
                 size = probe.sequences
                 if size not in snapshots:
@@ -201,8 +207,7 @@ class Trainer:
         )
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.task.load_state_dict(state["task"])
-        self.optimiser.load_state_dict(state["optimiser"])
+        self.parallel.restore(self.task, self.optimiser, state)
         for owner, saved in zip(
             [*self.task.interventions, *self.probes], [*state["interventions"], *state["probes"]], strict=True
         ):
@@ -214,7 +219,8 @@ class Trainer:
         torch.set_rng_state(state["rng"])
         if state["rng_cuda"]:
             torch.cuda.set_rng_state_all(state["rng_cuda"])
-        self.recorder.truncate(state["offsets"])
+        with self.parallel.agreeing():
+            self.recorder.truncate(state["offsets"])
         self.step, self.seconds = state["step"], state["seconds"]
 
 
@@ -227,15 +233,19 @@ def frozen_rng():
 
 
 @contextmanager
-def stop_on_signals(stop: threading.Event):
-    """Ctrl-C and TERM set the event: the step is finished and saved. A second Ctrl-C is Python's own."""
+def stop_on_signals(stop: threading.Event, once: bool = True):
+    """Ctrl-C and TERM set the event: the step is finished and saved. A second Ctrl-C is Python's own, if `once`.
+
+    Several processes get a signal from the terminal or scheduler, and from torchrun again.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def ask(number: int, frame: Any) -> None:
         stop.set()
-        signal.signal(number, previous[number])
+        if once:
+            signal.signal(number, previous[number])
 
     previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

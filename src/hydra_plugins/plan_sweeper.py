@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict, read_write
 
 # a plain dict: Hydra's scan runs this file without entering it in sys.modules, which a dataclass would need
 ConfigStore.instance().store(
@@ -18,23 +19,32 @@ ConfigStore.instance().store(
 
 
 class PlanSweeper(Sweeper):
-    """`arm=` and `seed=` replace the plan's arms and seeds; every other sweep on the command line multiplies it."""
+    """`arm=` and `seed=` replace the plan's arms and seeds; every other sweep on the command line multiplies it.
+
+    With Hydra's own launcher the runs go to worker processes here. Any other launcher, such as
+    `hydra/launcher=submitit_slurm`, starts JOBS jobs, each of which is a worker of the same plan.
+    """
 
     def setup(self, *, hydra_context: Any, task_function: Callable[[DictConfig], Any], config: DictConfig) -> None:
-        self.config = config
+        self.context, self.config = hydra_context, config
 
     def sweep(self, arguments: list[str]) -> None:
         """Exits with the sweep's code, since Hydra drops what a sweeper returns."""
-        from backrank.compose import parse
-        from backrank.reproduce import execute, studies_of
+        from backrank.config import ConfigError
+        from backrank.reproduce import execute, submit, swept
 
-        axes: dict[str, list[str]] = {}
-        for override in parse(arguments):
-            key = override.get_key_element()
-            swept = override.is_sweep_override()
-            axes[key] = list(override.sweep_string_iterator()) if swept else [override.get_value_element_as_str()]
-        arms, seeds = axes.pop("arm", None), axes.pop("seed", None)
-        studies, swept = [], [key for key, values in axes.items() if len(values) > 1]
-        for point in itertools.product(*axes.values()):
-            studies += studies_of(dict(zip(axes, point, strict=True)), arms, seeds, swept)
-        sys.exit(execute(studies))
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            problem = "processes were started for one sweep, which starts its own"
+            raise ConfigError("WORLD_SIZE", os.environ["WORLD_SIZE"], problem, "Leave out torchrun, or -m")
+        if self.config.hydra.launcher._target_.endswith(".BasicLauncher"):
+            sys.exit(execute(swept(arguments)))
+
+        def launch(worker: Callable[[DictConfig], Any], jobs: int, folder: str) -> Any:
+            with read_write(self.config), open_dict(self.config):
+                self.config.hydra.sweep.dir = folder
+            launcher = Plugins.instance().instantiate_launcher(
+                hydra_context=self.context, task_function=worker, config=self.config
+            )
+            return launcher.launch([[]] * jobs, initial_job_idx=0)
+
+        sys.exit(submit(arguments, launch))

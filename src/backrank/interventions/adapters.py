@@ -26,6 +26,7 @@ class Adapters(Intervention):
     """
 
     example: ClassVar = {"rank": 2}
+    parallel: ClassVar = ("ddp", "fsdp")
 
     rank: int = MISSING
     allocate: str = "uniform"

@@ -25,6 +25,7 @@ class BackwardRank(Intervention):
 
     example: ClassVar = {"rank": 3}
     neutral: ClassVar = {"rank": 8}
+    parallel: ClassVar = ("ddp", "fsdp")
 
     rank: int = MISSING
     basis: str = "head"
@@ -87,6 +88,9 @@ class BackwardRank(Intervention):
         from ..grad import grad_map, gradient_basis, reduce_rank
 
         if self.basis == "gradient":
-            return grad_map(hidden_ND, lambda g: reduce_rank(g, gradient_basis(g, self.rank), self.rms))
+            return grad_map(
+                hidden_ND,
+                lambda g: reduce_rank(g, gradient_basis(g, self.rank, self.all_reduce), self.rms, self.all_reduce),
+            )
         basis = self.state["basis"]
-        return grad_map(hidden_ND, lambda g: reduce_rank(g, basis, self.rms))
+        return grad_map(hidden_ND, lambda g: reduce_rank(g, basis, self.rms, self.all_reduce))

@@ -48,9 +48,14 @@ class Intervention:
     # the loss of the first step is the ordinary one, bit for bit
     keeps_forward: ClassVar[bool] = True
     accepts_tied: ClassVar[bool] = True
+    # values of the key `parallel` under which it is exact
+    parallel: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         self.state: dict[str, Tensor] = {}  # what a resumed run needs: kept in the checkpoint
+        # sums a tensor over the processes that share a run; None where there is one. A site meets its share of the
+        # batch alone: what is linear in the batch is exact by itself, what is not needs this
+        self.all_reduce: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
     def name(cls) -> str:
@@ -63,6 +68,11 @@ class Intervention:
         """Raises ConfigError for settings, or a combination with the rest of the config, that is not exact."""
         if cfg.model.tied and not self.accepts_tied:
             raise ConfigError("model.tied", True, f"cannot go with intervention {self.name()}", "Set model.tied=false")
+
+    def check_parallel(self, mode: str) -> None:
+        if mode not in self.parallel:
+            problem = f"is not exact with intervention {self.name()}"
+            raise ConfigError("parallel", mode, problem, f"Set parallel={'ddp' if 'ddp' in self.parallel else 'none'}")
 
     def check_rank(self, rank: int, width: int) -> None:
         if not 1 <= rank <= width:

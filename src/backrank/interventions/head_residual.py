@@ -23,6 +23,7 @@ class HeadResidual(Intervention):
     """
 
     example: ClassVar = {}
+    parallel: ClassVar = ("ddp", "fsdp")
 
     at: str = "gradient"
     keep: bool = False
@@ -62,8 +63,11 @@ class HeadResidual(Intervention):
         inside = column_project(weight_VD, delta_VD)
         out = delta_VD - inside if self.keep else inside
         if self.matched:
-            norm = out.norm()
-            out = out * torch.where(norm > 0, delta_VD.norm() / norm, torch.zeros_like(norm))
+            before, after = delta_VD, out
+            if self.all_reduce is not None and self.at == "gradient":  # a part of it: the norm is that of the sum
+                before, after = self.all_reduce(before), self.all_reduce(after)
+            norm = after.norm()
+            out = out * torch.where(norm > 0, before.norm() / norm, torch.zeros_like(norm))
         return out
 
     def weight(self, weight_VD: Tensor) -> Tensor:
@@ -75,11 +79,15 @@ class HeadResidual(Intervention):
         return grad_map(weight_VD, lambda g: self.project(now, g))
 
     def before_update(self, head: nn.Module) -> None:
+        from ..distributed import whole
+
         if self.at == "update":
-            self.before = head.weight.detach().clone()
+            self.before = whole(head.weight.detach()).clone()
 
     def after_update(self, head: nn.Module) -> None:
+        from ..distributed import like, whole
+
         if self.at == "update":
             weight = head.weight.detach()
-            weight.copy_(self.before + self.project(self.before, weight - self.before))
+            weight.copy_(like(weight, self.before + self.project(self.before, whole(weight) - self.before)))
             del self.before

@@ -20,6 +20,7 @@ class LowRankHead(Intervention):
 
     example: ClassVar = {"rank": 3}
     keeps_forward: ClassVar = False
+    parallel: ClassVar = ("ddp", "fsdp")
     accepts_tied: ClassVar = False
 
     rank: int = MISSING
@@ -46,6 +47,7 @@ class FrozenColumnSpace(Intervention):
     A control for residual removal: under plain SGD without clipping it equals `head_residual(at: gradient)`.
     """
 
+    parallel: ClassVar = ("ddp", "fsdp")
     keeps_forward: ClassVar = False  # Q R equals W_0 to rounding only
     accepts_tied: ClassVar = False
 
@@ -72,6 +74,7 @@ class VocabExpansion(Intervention):
     example: ClassVar = {"size": 48}
     neutral: ClassVar = {"size": 32}
     keeps_forward: ClassVar = False
+    parallel: ClassVar = ("ddp", "fsdp")
     accepts_tied: ClassVar = False
 
     size: int = MISSING

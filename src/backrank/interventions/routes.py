@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from ..task import Task
 
+AllReduce = Callable[[Any], Any] | None
+
 
 @dataclass
 class FeedbackRoute(Intervention):
@@ -36,6 +38,7 @@ class FeedbackRoute(Intervention):
     """
 
     example: ClassVar = {"scale": 0.5}
+    parallel: ClassVar = ("ddp", "fsdp")
     neutral: ClassVar = {"scale": 0.0}
 
     matrix: str = "random"
@@ -58,6 +61,12 @@ class FeedbackRoute(Intervention):
         if self.matrix == "residual" and cfg.data.vocab_size <= cfg.model.width:
             problem = f"has nothing to carry: col(W) is everything at data.vocab_size={cfg.data.vocab_size}"
             self.refuse("matrix", self.matrix, problem, "Use a narrower model")
+
+    def check_parallel(self, mode: str) -> None:
+        super().check_parallel(mode)
+        if self.matrix == "frequent_directions":
+            problem = f"takes the rows of a batch one after the other, which parallel={mode} splits"
+            self.refuse("matrix", self.matrix, problem, "Set parallel=none, or matrix=oja")
 
     def attach(self, task: Task, fresh: Callable[[int], Any], seed: int) -> None:
         import torch
@@ -104,11 +113,12 @@ class FeedbackRoute(Intervention):
                 elif self.matrix == "frequent_directions":
                     tracked = frequent_directions(tracked, G)
             if self.matrix == "oja":
+                pull = pull if self.all_reduce is None else self.all_reduce(pull)
                 tracked = oja(tracked, pull, 1 / self.memory)
         self.seen = tracked  # of this forward pass; it counts only if an update follows
         ordinary, *routes = torch.cat(returned).split(weight.shape[1], dim=1)
         states = [at.taps[depth] for depth in self.depths] or [at.hidden_ND]
-        return send(states, routes, ordinary, self.scale, at.denominator)
+        return send(states, routes, ordinary, self.scale, at.denominator, self.all_reduce)
 
     def before_update(self, head: nn.Module) -> None:
         if "tracked" in self.state:
@@ -124,6 +134,7 @@ class IntermediateLoss(Intervention):
     """
 
     example: ClassVar = {"depths": [1], "scale": 0.5}
+    parallel: ClassVar = ("ddp", "fsdp")
     neutral: ClassVar = {"depths": [1], "scale": 0.0}
 
     depths: list[int] = MISSING
@@ -157,6 +168,7 @@ class MetaRoute(Intervention):
     """
 
     example: ClassVar = {"scale": 0.5, "rank": 3, "every": 4}
+    parallel: ClassVar = ("ddp",)  # its inner step differentiates through whole weights
     neutral: ClassVar = {"scale": 0.0}
 
     scale: float = MISSING
@@ -185,9 +197,9 @@ class MetaRoute(Intervention):
         self.state["mixing"] = torch.randn(self.rank, width, generator=draws)
 
     def loss(self, at: Forward) -> Tensor:
-        return self.term(at, self.state["mixing"])
+        return self.term(at, self.state["mixing"], self.all_reduce)
 
-    def term(self, at: Forward, mixing_kD: Tensor) -> Tensor:
+    def term(self, at: Forward, mixing_kD: Tensor, all_reduce: AllReduce = None) -> Tensor:
         import torch
 
         from ..head import residual_chunks
@@ -198,7 +210,9 @@ class MetaRoute(Intervention):
             chunks = residual_chunks(at.hidden_ND, weight, at.targets_N)
             returned = torch.cat([G @ M.to(G.dtype) for _, G in chunks])
             ordinary, seen = returned.split([weight.shape[1], self.rank], dim=1)
-            return send([at.hidden_ND], [seen @ mixing_kD.to(seen.dtype)], ordinary, self.scale, at.denominator)
+            return send(
+                [at.hidden_ND], [seen @ mixing_kD.to(seen.dtype)], ordinary, self.scale, at.denominator, all_reduce
+            )
 
     def begin_step(self, step: int, head: nn.Module) -> None:
         if step == 0 or step % self.every:  # a probe of the initial state begins step 0 too
@@ -228,13 +242,26 @@ class MetaRoute(Intervention):
             return torch.autograd.grad(outer, mixing)[0]
 
 
-def send(states: list[Tensor], routes: list[Tensor], ordinary_ND: Tensor, scale: float, denominator: Any) -> Tensor:
+def send(
+    states: list[Tensor],
+    routes: list[Tensor],
+    ordinary_ND: Tensor,
+    scale: float,
+    denominator: Any,
+    all_reduce: AllReduce = None,
+) -> Tensor:
     """The term of value 0 whose gradient at each state is its route's, at `scale` times the RMS of the ordinary one.
 
-    states, routes: N x D each; routes of the summed loss. Zero routes stay zero.
+    states, routes: N x D each; routes of the summed loss. Zero routes stay zero. `all_reduce` sums over the processes
+    that share the batch.
     """
-    size = scale * ordinary_ND.double().norm()
-    factors = [(size / positive(route.double().norm())).to(route.dtype) for route in routes]
+
+    def norm(x_ND: Tensor) -> Tensor:
+        own = x_ND.double().norm()
+        return own if all_reduce is None else all_reduce(own.square()).sqrt()
+
+    size = scale * norm(ordinary_ND)
+    factors = [(size / positive(norm(route))).to(route.dtype) for route in routes]
     parts = zip(states, routes, factors, strict=True)
     term = sum((state * (factor * route / denominator)).sum() for state, route, factor in parts)
     return term - term.detach()

@@ -21,6 +21,7 @@ class Sigsoftmax(Intervention):
     """The ordinary head's weight under a sigsoftmax, p ~ exp(z) sigmoid(z) (Kanai et al. 2018)."""
 
     keeps_forward: ClassVar = False
+    parallel: ClassVar = ("ddp", "fsdp")
     accepts_tied: ClassVar = False
 
     def check(self, cfg: DictConfig) -> None:
