@@ -29,6 +29,7 @@ TEXT_KEYS = ("label",)  # whatever is typed is the text
 NAME_KEYS = (
     "runs",
     "parent",
+    "model.path",
     "data.path",
     "data.root",
     "data.cache",
@@ -62,9 +63,12 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 
     overrides = quote_text(overrides)
     try:
-        return from_kept(overrides) or from_files(overrides)
+        cfg = from_kept(overrides) or from_files(overrides)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise explain(error, overrides) from error
+    for arm in [arm for arm, own in cfg.plan.arms.items() if own is None]:  # which a scale takes out
+        del cfg.plan.arms[arm]
+    return cfg
 
 
 def from_files(overrides: Sequence[str]) -> DictConfig:

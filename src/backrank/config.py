@@ -38,6 +38,7 @@ class Model:
     """Backbone and head. width D, heads H; `head_std` is the standard deviation of a dense head's elements at init.
 
     mlp: width of the feed-forward layers (null: the kind's own). patch: side of a patch (vision transformers).
+    path: of a pretrained model (checkpoints.py), which decides layers, width, heads and tied where one of them is ???.
     """
 
     kind: str = "gpt2"
@@ -48,6 +49,7 @@ class Model:
     head_std: float = 0.02
     mlp: int | None = None
     patch: int | None = None
+    path: str | None = None
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Data:
     source: `stdlib` (documentation that ships with Python; part `code`: its source), `text` (UTF-8 files under `path`),
     `hub` (a `datasets` data set: a local parquet folder `<root>/<name>` or `<root>` itself first, the hub otherwise).
     tokenizer: `bytes`, `bpe` (byte-level BPE of `vocab_size` trained on the train split, cached by content), or the
-    path of a tokenizer.json. Evaluation reads the first `eval_tokens` ids of a split (null: all).
+    path of a tokenizer.json (`model`: that of a pretrained model's folder). Evaluation reads the first `eval_tokens` ids of a split (null: all).
 
     `spamlang` and `shift` are generated (data/symbols.py). target: of SpamLang, `permutation` or `next`. draws: mean
     number of SpamLang sequences a symbol gets, from which `${one_pass:...}` makes train.steps (null: as steps give).
@@ -162,10 +164,11 @@ class Search:
 class Plan:
     """The arms of an experiment (name -> overrides), its seeds, and its search.
 
-    `parents` maps a pattern of arm names to the arm whose run of the same seed these start from.
+    A scale takes an arm out by null. `parents` maps a pattern of arm names to the arm whose run of the same seed these
+    start from.
     """
 
-    arms: dict[str, list[str]] = field(default_factory=dict)
+    arms: dict[str, list[str] | None] = field(default_factory=dict)
     parents: dict[str, str] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [1])
     search: Search = field(default_factory=Search)
@@ -318,6 +321,12 @@ def validate(cfg: DictConfig) -> None:
             f"cannot be resolved ({str(error).splitlines()[0]})",
             "Give a value, or name a key that is there",
         ) from error
+    if cfg.model.kind == "pretrained":
+        from .checkpoints import settle
+
+        settle(cfg)
+    elif cfg.model.path is not None:
+        raise ConfigError("model.path", cfg.model.path, "goes with model.kind=pretrained alone", "Leave it out")
     for missing in sorted(OmegaConf.missing_keys(cfg)):
         raise ConfigError(
             missing, "???", "has no value", f"Set it: {missing}=<value>, or pick experiment=<paper>/<name>"
