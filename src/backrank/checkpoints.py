@@ -1,6 +1,6 @@
 """Where the files of a pretrained model are, what it says of its sizes, and its identity. Imports no torch at the top.
 
-A path is a folder that `transformers` wrote, a .gguf file, `package:<name>` (the one .gguf file that an installed Python
+A path is a folder that `transformers` wrote, a .gguf file, `package:<name>` (the one .gguf file that an installed
 package ships) or a hub id, `<owner>/<name>` or `<owner>/<name>@<revision>`.
 """
 
@@ -105,7 +105,11 @@ def _snapshot(path: str) -> Path:
 def content_hash(path: str) -> str:
     """sha256 over the names and bytes of a model's config and weights, wherever they lie."""
     folder, gguf = locate(path)
-    files = [folder / gguf] if gguf else sorted(p for p in folder.iterdir() if p.suffix in WEIGHTS or p.name == "config.json")
+    files = (
+        [folder / gguf]
+        if gguf
+        else sorted(p for p in folder.iterdir() if p.suffix in WEIGHTS or p.name == "config.json")
+    )
     digest = hashlib.sha256()
     for file in files:
         stat = file.stat()

@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -66,8 +66,9 @@ def compose(overrides: Sequence[str]) -> DictConfig:
         cfg = from_kept(overrides) or from_files(overrides)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise explain(error, overrides) from error
-    for arm in [arm for arm, own in cfg.plan.arms.items() if own is None]:  # which a scale takes out
-        del cfg.plan.arms[arm]
+    with open_dict(cfg.plan.arms):
+        for arm in [arm for arm, own in cfg.plan.arms.items() if own is None]:  # which a scale takes out
+            del cfg.plan.arms[arm]
     return cfg
 
 

@@ -58,8 +58,9 @@ class Data:
 
     source: `stdlib` (documentation that ships with Python; part `code`: its source), `text` (UTF-8 files under `path`),
     `hub` (a `datasets` data set: a local parquet folder `<root>/<name>` or `<root>` itself first, the hub otherwise).
-    tokenizer: `bytes`, `bpe` (byte-level BPE of `vocab_size` trained on the train split, cached by content), or the
-    path of a tokenizer.json (`model`: that of a pretrained model's folder). Evaluation reads the first `eval_tokens` ids of a split (null: all).
+    tokenizer: `bytes`, `bpe` (byte-level BPE of `vocab_size` trained on the train split, cached by content), the path
+    of a tokenizer.json, or `model`, that of a pretrained model's folder. Evaluation reads the first `eval_tokens` ids
+    of a split (null: all).
 
     `spamlang` and `shift` are generated (data/symbols.py). target: of SpamLang, `permutation` or `next`. draws: mean
     number of SpamLang sequences a symbol gets, from which `${one_pass:...}` makes train.steps (null: as steps give).

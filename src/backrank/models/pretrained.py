@@ -68,7 +68,9 @@ def build(model: DictConfig, data: DictConfig) -> nn.Module:
             raise ConfigError(f"model.{key}", model[key], f"but {model.path} has {value}", f"Set model.{key}={value}")
     if data.vocab_size > config.vocab_size:
         problem = f"but {model.path} has {config.vocab_size} rows, and ids lie below that"
-        raise ConfigError("data.vocab_size", data.vocab_size, problem, f"Set data.vocab_size={config.vocab_size} or less")
+        raise ConfigError(
+            "data.vocab_size", data.vocab_size, problem, f"Set data.vocab_size={config.vocab_size} or less"
+        )
     positions = getattr(config, "max_position_embeddings", None)
     if positions and data.sequence > positions:
         problem = f"but {model.path} has {positions} positions"

@@ -1,18 +1,21 @@
 """How much of the logit gradient a language model's head loses, and what the projection does to it (lost_in_backprop).
 
-Measured is a pretrained model, the run that is its `parent`, or, without either, the initial weights. Documents are read
-in order as one text, in sequences of data.sequence, the first data.eval_tokens of a split: of train, the largest, for a
-pretrained model, of validation otherwise.
+Measured is a pretrained model, the run that is its `parent`, or, without either, the initial weights. Documents are
+read in order as one text, in sequences of data.sequence: of a pretrained model train, the largest split, of which seed
+s reads the s-th part of data.eval_tokens (null: all); of other models the first data.eval_tokens of validation.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from ..config import ConfigError
+from ..data import eval_windows
 from . import Measured
 
 if TYPE_CHECKING:
@@ -40,8 +43,20 @@ def prepare(cfg: DictConfig, root: Path) -> tuple[Task, torch.device, list[str]]
     return task.to(device), device, [cfg.parent] if cfg.parent else []
 
 
-def split_of(cfg: DictConfig) -> str:
-    return "train" if cfg.model.path and not cfg.parent else "validation"
+def text_of(cfg: DictConfig, source: Any, stream: Any) -> Iterator[Any]:
+    """The batches of the text that is measured, about 1,024 tokens each. Raises ConfigError where its part is none."""
+    if not cfg.model.path or cfg.parent:
+        yield from stream.evaluation("validation", True)
+        return
+    ids, T = source.train, cfg.data.sequence
+    size = cfg.data.eval_tokens or len(ids)
+    start, batch = (cfg.seed - 1) * size if cfg.data.eval_tokens else 0, max(1, 1024 // T)
+    if not 0 <= start <= start + size <= len(ids):
+        problem = f"its part of {size} tokens is none of the {len(ids)} of the train split"
+        raise ConfigError("seed", cfg.seed, problem, f"Use seeds 1 to {len(ids) // size}, or lower data.eval_tokens")
+    for at in range(start, start + size - 1, batch * T):
+        piece = ids[at : min(at + batch * T + 1, start + size)]
+        yield from map(stream.to_device, eval_windows(piece, T, None, batch))
 
 
 def run(cfg: DictConfig, source: Any, root: Path) -> Measured:
@@ -64,12 +79,12 @@ def run(cfg: DictConfig, source: Any, root: Path) -> Measured:
     stream = source.stream(cfg, device)
     space = measure.column_space(task.head.weight.detach())
     step = cfg.train.batch * cfg.train.accumulate * cfg.data.sequence
-    available = len(getattr(source, split_of(cfg)))
+    available = len(source.train if cfg.model.path and not cfg.parent else source.validation)
     stride = max(1, min(available, cfg.data.eval_tokens or available) // SAMPLED)
 
     passed, sample, batch, contexts, taken = [], [], [], [], 0
     with torch.no_grad(), task.evaluating():
-        for x, y in stream.evaluation(split_of(cfg), True):
+        for x, y in text_of(cfg, source, stream):
             H, targets = task.hidden(x), y.flatten()
             passed.append(measure.passed(H, targets, space))
             sample.append((H[::stride].clone(), targets[::stride]))
@@ -111,19 +126,12 @@ def ranks_of(s: torch.Tensor, targets_N: torch.Tensor, contexts: list[int]) -> d
     from ..spectra import effective_rank
     from ..theory import logit_gradient as measure
 
-    counts = targets_N.bincount()
-    followed: dict[int, set[int]] = {}
-    for context, target in zip(contexts, targets_N.tolist(), strict=True):
-        followed.setdefault(context, set()).add(target)
-    times = [counts_of for counts_of in followed.values()]
-    shared: dict[int, int] = {}
-    for own in times:
-        for target in own:
-            shared[target] = shared.get(target, 0) + 1
+    followed = set(zip(contexts, targets_N.tolist(), strict=True))
+    by_context, by_token = (Counter(pair[i] for pair in followed) for i in (0, 1))
     return {
-        "contexts": len(followed),
-        "next_tokens": int((counts > 0).sum()),
-        "unique": sum(any(shared[t] == 1 for t in own) for own in times),
+        "contexts": len(by_context),
+        "next_tokens": len(by_token),
+        "unique": len({context for context, token in followed if by_token[token] == 1}),
         "numerical": int((s > measure.RESOLVED * s[0]).sum()),
         "erank": effective_rank(s),
         **{f"components_{name}{'_energy' * squared}": measure.components(s, share, squared)
