@@ -298,7 +298,7 @@ def gradient_rows(row: Callable, folder: Path) -> None:
     from transformers import LlamaConfig, LlamaModel
 
     torch.manual_seed(0)
-    shape = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9)
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
     model = LlamaModel(LlamaConfig(vocab_size=49152, num_key_value_heads=3, **shape)).eval()
     weight, space = model.embed_tokens.weight.detach(), column_space(model.embed_tokens.weight.detach())
     x, y = torch.randint(49152, (2, 512)), torch.randint(49152, (1024,))

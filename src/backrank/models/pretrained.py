@@ -6,13 +6,14 @@ a soft cap between the two would make every statement on W and G one about anoth
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 from ..checkpoints import facts, locate, model_config, refused
 from ..config import ConfigError
@@ -85,17 +86,13 @@ def load(path: str, config: Any) -> nn.Module:
     for key, value in config.to_dict().items():
         if key.endswith(("dropout", "pdrop")) and isinstance(value, float):
             setattr(config, key, 0.0)
-    bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            **locate(path).options, config=config, dtype=torch.float32, output_loading_info=True
-        )
+        with redirect_stderr(io.StringIO()):  # progress bars; what goes wrong is raised
+            model, report = AutoModelForCausalLM.from_pretrained(
+                **locate(path).options, config=config, dtype=torch.float32, output_loading_info=True
+            )
     except Exception as error:
         raise refused(path, error, "Give a causal language model that the installed transformers can load") from error
-    finally:
-        if bar:
-            logging.enable_progress_bar()
     if missing := sorted(report["missing_keys"]):  # the library would draw them
         problem = f"the files lack {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}"
         raise refused(path, problem, "Give a checkpoint of the whole model, its LM head included")
