@@ -67,8 +67,11 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise explain(error, overrides) from error
     with open_dict(cfg.plan.arms):
-        for arm in [arm for arm, own in cfg.plan.arms.items() if own is None]:  # which a scale takes out
-            del cfg.plan.arms[arm]
+        for arm, own in list(cfg.plan.arms.items()):
+            if own is None:  # a scale takes it out
+                del cfg.plan.arms[arm]
+            elif not OmegaConf.is_list(own) or not all(isinstance(o, str) for o in own):
+                raise ConfigError(f"plan.arms.{arm}", own, "is no list of overrides", "For example [optim.lr=0.1]")
     return cfg
 
 

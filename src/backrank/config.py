@@ -169,7 +169,7 @@ class Plan:
     start from.
     """
 
-    arms: dict[str, list[str] | None] = field(default_factory=dict)
+    arms: dict[str, Any] = field(default_factory=dict)
     parents: dict[str, str] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [1])
     search: Search = field(default_factory=Search)
