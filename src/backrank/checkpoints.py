@@ -36,9 +36,10 @@ class Location(NamedTuple):
 
 
 def refused(path: Any, problem: Any, remedy: str) -> ConfigError:
-    """`problem` may be an error, of which the first line is said."""
+    """`problem` may be an error, of which the first sentence is said."""
     if isinstance(problem, Exception):
-        problem = f"{type(problem).__name__}: {(str(problem).strip().splitlines() or [''])[0]}"
+        first = (str(problem).strip().splitlines() or [""])[0].split(". ")[0].rstrip(".")
+        problem = f"{type(problem).__name__}: {first}"
     return ConfigError("model.path", path, problem, remedy)
 
 
@@ -95,7 +96,8 @@ def _snapshot(path: str) -> Path:
     try:
         folder = Path(get())
     except Exception as error:  # offline, no network, no such model, no rights: each has its own class, one remedy
-        remedy = f"Where there is a network, run: hf download {repo} ; or give a local folder"
+        which = f"{repo} --revision {revision}" if revision else repo
+        remedy = f"Where there is a network, run: hf download {which} ; or give a local folder"
         raise refused(path, error, remedy) from error
     if not any(folder.glob("*.safetensors")):
         raise refused(path, "has no .safetensors", "Download it and give the folder")
