@@ -130,8 +130,9 @@ def model_config(path: str) -> Any:
     """The model's configuration by `transformers`, which takes seconds and loads torch. Raises ConfigError."""
     from transformers import AutoConfig
 
+    options = locate(path).options
     try:
-        config = AutoConfig.from_pretrained(**locate(path).options)
+        config = AutoConfig.from_pretrained(**options)
     except Exception as error:  # unreadable, another architecture, a damaged file: the library has no one class
         raise refused(path, error, "Give a causal language model that the installed transformers knows") from error
     return config.get_text_config()

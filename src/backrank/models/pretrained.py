@@ -86,10 +86,11 @@ def load(path: str, config: Any) -> nn.Module:
     for key, value in config.to_dict().items():
         if key.endswith(("dropout", "pdrop")) and isinstance(value, float):
             setattr(config, key, 0.0)
+    options = locate(path).options
     try:
         with redirect_stderr(io.StringIO()):  # progress bars; what goes wrong is raised
             model, report = AutoModelForCausalLM.from_pretrained(
-                **locate(path).options, config=config, dtype=torch.float32, output_loading_info=True
+                **options, config=config, dtype=torch.float32, output_loading_info=True
             )
     except Exception as error:
         raise refused(path, error, "Give a causal language model that the installed transformers can load") from error
