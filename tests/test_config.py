@@ -7,7 +7,7 @@ import shutil
 import pytest
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from backrank import data
+from backrank import checkpoints, data
 from backrank.compose import compose, compose_run, from_files, from_kept, parse, quote_text
 from backrank.config import CONFIGS, SCALES, Config, ConfigError, validate
 from backrank.identity import canonical, run_id
@@ -37,9 +37,12 @@ def identity(*overrides: str) -> str:
 
 
 @pytest.mark.parametrize("experiment", experiments())
-def test_every_experiment_composes_at_every_scale_for_every_arm(experiment, monkeypatch):
-    monkeypatch.setattr(data, "check", lambda _: None)  # its data may not be here
+def test_every_experiment_composes_at_every_scale_for_every_arm(experiment, monkeypatch, tmp_path):
+    monkeypatch.setattr(data, "check", lambda _: None)  # its data may not be here, nor its models
     monkeypatch.setattr(data, "content_hash", lambda _: HASHES)
+    (tmp_path / "tokenizer.json").touch()
+    monkeypatch.setattr(checkpoints, "locate", lambda _: checkpoints.Location(tmp_path, None))
+    monkeypatch.setattr(checkpoints, "content_hash", lambda path: path)
     ids = set()
     for scale in SCALES:
         study = Study(experiment, scale)

@@ -40,6 +40,8 @@ def build_task(cfg: DictConfig) -> tuple[Task, dict[str, str]]:
     draws = generator(cfg.seed, "head")
     if cfg.model.tied:
         head = DenseHead(backbone.embedding.weight)
+    elif cfg.model.path:
+        head = DenseHead(backbone.head_weight)
     else:
         head = DenseHead.create(cfg.data.vocab_size, cfg.model.width, draws, cfg.model.head_std)
     hashes = {"backbone": tensor_hash(dict(backbone.named_parameters())), "head": tensor_hash({"": head.weight})}

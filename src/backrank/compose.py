@@ -30,6 +30,7 @@ TEXT_KEYS = ("label",)  # whatever is typed is the text
 NAME_KEYS = (
     "runs",
     "parent",
+    "model.path",
     "data.path",
     "data.root",
     "data.cache",

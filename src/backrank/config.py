@@ -43,6 +43,7 @@ class Model:
 
     mlp: width of the feed-forward layers (null: the kind's own). patch: side of a patch (vision transformers).
     kv_heads: heads for keys and values, each shared by heads / kv_heads of them (llama; null: as many).
+    path: of a pretrained model (checkpoints.py), which decides layers, width, heads and tied where one of them is ???.
     """
 
     kind: str = "gpt2"
@@ -54,6 +55,7 @@ class Model:
     mlp: int | None = None
     kv_heads: int | None = None
     patch: int | None = None
+    path: str | None = None
 
 
 @dataclass
@@ -62,8 +64,9 @@ class Data:
 
     source: `stdlib` (documentation that ships with Python; part `code`: its source), `text` (UTF-8 files under `path`),
     `hub` (a `datasets` data set: a local parquet folder `<root>/<name>` or `<root>` itself first, the hub otherwise).
-    tokenizer: `bytes`, `bpe` (byte-level BPE of `vocab_size` trained on the train split, cached by content), or the
-    path of a tokenizer.json. Evaluation reads the first `eval_tokens` ids of a split (null: all).
+    tokenizer: `bytes`, `bpe` (byte-level BPE of `vocab_size` trained on the train split, cached by content), the path
+    of a tokenizer.json, or `model`, that of a pretrained model's folder. Evaluation reads the first `eval_tokens` ids
+    of a split (null: all).
 
     `shards`: a folder that `python -m backrank.data pack` wrote, `path`, or below `root` as `hub` looks for one; the
     tokenizer is the `packed` one.
@@ -348,6 +351,12 @@ def validate(cfg: DictConfig) -> None:
             f"cannot be resolved ({str(error).splitlines()[0]})",
             "Give a value, or name a key that is there",
         ) from error
+    if cfg.model.kind == "pretrained":
+        from .checkpoints import settle
+
+        settle(cfg)
+    elif cfg.model.path is not None:
+        raise ConfigError("model.path", cfg.model.path, "goes with model.kind=pretrained alone", "Leave it out")
     for missing in sorted(OmegaConf.missing_keys(cfg)):
         raise ConfigError(
             missing, "???", "has no value", f"Set it: {missing}=<value>, or pick experiment=<paper>/<name>"

@@ -30,6 +30,10 @@ def canonical(cfg: DictConfig, data_hash: dict[str, str]) -> dict[str, Any]:
         plain["downstream"] = {key: value for key, value in settings.items() if value is not None}
         if settings["include"]:
             plain["downstream"]["include"] = _files_hash(Path(settings["include"]).expanduser())
+    if path := plain["model"].pop("path"):
+        from .checkpoints import content_hash
+
+        plain["model"]["content"] = content_hash(path)
     for group in ("model", "data", "optim", "train"):
         plain[group] = {key: value for key, value in plain[group].items() if value is not None}
     plain["data"]["content"] = dict(data_hash)

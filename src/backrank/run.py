@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -334,7 +335,8 @@ def summarise(folder: Path) -> dict[str, Any]:
     summary: dict[str, Any] = {}
     for row in read_rows(folder / "metrics.jsonl", finished=True):
         for name, value in row.items():
-            curve = name.startswith(("time/", "rank/", "val/curve")) and name != "rank/weight_mean"
+            of_layers = re.fullmatch(r"rank/.*(/erank|_mean)", name) and name != "rank/weight_mean"
+            curve = name.startswith(("time/", "val/curve")) or of_layers
             if curve or name in ("step", "nonfinite"):
                 continue
             if row["step"] == 0:

@@ -46,6 +46,7 @@ LAYER_COLUMNS = [
     "gap",
     "gap_neighbours",
     "gap_initial",
+    "value",
 ]
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ..task import Task
 
-RESIDUAL = ("gpt2", "toy", "vit", "resnet")
+RESIDUAL = ("gpt2", "pretrained", "toy", "vit", "resnet")
 VECTORS = 16  # rows of a Jacobian in one backward pass
 
 

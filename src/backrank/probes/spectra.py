@@ -142,7 +142,7 @@ def r_out(snapshot: Snapshot) -> float:
 
 
 # kinds of models with matrices between embedding and head
-WITH_MATRICES = ("gpt2", "llama", "toy", "vit", "resnet", "two_layer")
+WITH_MATRICES = ("gpt2", "llama", "pretrained", "toy", "vit", "resnet", "two_layer")
 
 
 def block_spectra(snapshot: Snapshot) -> dict[str, Tensor]:
