@@ -226,16 +226,6 @@ def test_stated_sizes_and_planning_need_no_torch(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "BACKRANK_DATA": str(tmp_path)})
 
 
-@pytest.mark.parametrize("scale", ["smoke", "laptop", "cpu", "paper"])
-def test_a_scale_takes_out_the_arms_that_are_null(scale):
-    from backrank.compose import compose_run
-
-    arms = set(compose_run(["experiment=lost_in_backprop/pretrained", f"scale={scale}"]).plan.arms)
-    own, files = {"own", "own_start", "own_end"}, {"smollm2_135m", "stories260k"}
-    six = {"gpt2", "pythia_1b", "llama32_1b", "olmo2_1b", "qwen3_06b", "smollm2_135m"}
-    assert arms == {"smoke": own, "laptop": own, "cpu": files, "paper": six}[scale]
-
-
 # ---------------------------------------------------------------------------------------------------- what is measured
 
 

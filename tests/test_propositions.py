@@ -13,11 +13,14 @@ import yaml
 
 from backrank.analysis.claims import load_claims
 from backrank.analysis.judge import judge
+from backrank.analysis.report import _module
+from backrank.compose import compose
 from backrank.config import ROOT
 from backrank.head import head_gradient_stats
 from backrank.studies import propositions as study
 from backrank.theory import propositions as p
 
+REPORT = _module(ROOT / "experiments/lost_in_backprop/report.py")
 CLAIMS = load_claims(ROOT / "experiments/lost_in_backprop/claims.yaml", ROOT / "experiments/published.csv")
 
 
@@ -302,17 +305,12 @@ def test_the_pages_own_numbers(verdicts):
     assert set(page) == {"contradiction", "consistent", "does not add up", "adds up", "kept"}
 
 
-def test_claims_ask_for_arms_that_are_built_or_named_as_not_built(verdicts):
+def test_claims_ask_for_arms_that_are_built(verdicts):
     readme = (ROOT / "experiments/lost_in_backprop/README.md").read_text()
-    built, _, missing = readme.partition("## Not built yet")
+    derived = set(REPORT.DERIVED)
     for experiment in CLAIMS.experiments:
-        path = ROOT / f"configs/experiment/lost_in_backprop/{experiment}.yaml"
-        asked = {arm for c in CLAIMS.claims if c.experiment == experiment for arm in c.names}
-        assert asked, experiment
-        if path.exists():
-            assert asked <= set(yaml.safe_load(path.read_text())["plan"]["arms"]), experiment
-            assert f"`{experiment}`" in built
-        else:
-            assert f"`{experiment}`" in missing
-            rows = verdicts[verdicts["experiment"] == experiment]
-            assert set(rows["verdict"]) <= {"not run", "needs the paper's scale"}
+        assert f"`{experiment}`" in readme
+        if experiment not in derived:
+            asked = {arm for c in CLAIMS.claims if c.experiment == experiment for arm in c.names}
+            plan = compose([f"experiment=lost_in_backprop/{experiment}", "scale=paper"]).plan
+            assert asked <= set(plan.arms), experiment
