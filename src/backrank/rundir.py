@@ -211,9 +211,17 @@ def code_hash(cfg: Any) -> str:
     if cfg.data.source == "shards":  # windows and their evaluation are those of text
         files.append(own / "data" / "tokens.py")
     if cfg.study:
-        study = own / "studies" / f"{cfg.study}.py"
-        uses = set(re.findall(r"\w+", " ".join(re.findall(r"from \.\.theory\b(.*)", study.read_text()))))
-        files += [study, *(path for path in sorted((own / "theory").glob("*.py")) if path.stem in uses)]
+        studies = [own / "studies" / f"{cfg.study}.py"]
+        for study in studies:  # grows while it is read: one study may be made of another's parts
+            source = study.read_text()
+            studies += [
+                own / "studies" / f"{name}.py" for name in re.findall(r"^from \.(\w+) import", source, re.MULTILINE)
+            ]
+            uses = set(re.findall(r"\w+", " ".join(re.findall(r"from \.\.theory\b(.*)", source))))
+            files += [path for path in sorted((own / "theory").glob("*.py")) if path.stem in uses]
+            uses = set(re.findall(r"\w+", " ".join(re.findall(r"from \.\. import (.*)", source))))
+            files += [path for path in sorted(own.glob("*.py")) if path.stem in uses]
+        files += studies
     if cfg.study or "adapters" in cfg.intervention:  # their numbers rest on spectra
         files += [own / "spectra.py", own / "probes" / "spectra.py"]
     files += sorted({Path(sys.modules[INTERVENTIONS[i].__module__].__file__ or "") for i in cfg.intervention})
