@@ -314,6 +314,43 @@ def gradient_rows(row: Callable, folder: Path) -> None:
         "<= 1.5", measured / forward <= 1.5, f"{measured:.2f} against {forward:.2f} s for 1,024 tokens")  # fmt: skip
 
 
+ONE_LOSS = """
+import resource, sys, time, torch
+from backrank.head import LOSSES
+name, tokens, vocab, width = sys.argv[1], *map(int, sys.argv[2:])
+torch.manual_seed(0)
+H, W = torch.randn(tokens, width, requires_grad=True), (torch.randn(vocab, width) * 0.02).requires_grad_()
+y = torch.randint(vocab, (tokens,))
+LOSSES[name](H[:1], W[:64], y[:1] % 64, 1).backward()
+before, tick = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+LOSSES[name](H, W, y, tokens).backward()
+peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+print(time.perf_counter() - tick, peak - 4 * (H.numel() + W.numel()))
+"""
+
+
+def loss_rows(row: Callable, folder: Path) -> None:
+    """Loss and both gradients at V 131,072, D 576, each in a process of its own: seconds, and memory besides the
+    gradients. Whole logits of 8,192 tokens would take 4.3 GB a copy, so that only ours is run on so many."""
+
+    def one(name: str, tokens: int) -> tuple[float, float]:
+        command = [sys.executable, "-c", ONE_LOSS, name, str(tokens), "131072", "576"]
+        seconds, memory = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        return float(seconds), float(memory) / 2**20
+
+    names = [name for name in ("chunked", "torch", "plain") if name != "torch" or hasattr(F, "linear_cross_entropy")]
+    found = {name: [one(name, 1024) for _ in range(3)] for name in names}
+    seconds, memory = ({n: statistics.median(x[i] for x in of) for n, of in found.items()} for i in (0, 1))
+    for name in names[1:]:
+        row(f"{name} loss / chunked, V 131,072, 1,024 tokens, seconds", seconds[name] / seconds["chunked"], "", None,
+            f"{seconds[name]:.1f} against {seconds['chunked']:.1f} s; {memory[name]:,.0f} against "
+            f"{memory['chunked']:,.0f} MiB besides the gradients")  # fmt: skip
+    took, held = one("chunked", 8192)
+    bound = 2 * 4 * 128 * 131072 / 2**20 + 64  # a chunk of 128 rows twice, and what small tensors take
+    row("chunked loss, V 131,072, 8,192 tokens, MiB besides the gradients", held, f"<= {bound:.0f}", held <= bound,
+        f"{took:.1f} s; the logits alone are 4,096 MiB")  # fmt: skip
+
+
 def sweep_rows(row: Callable, folder: Path) -> None:
     one, two, both = race(*(partial(sweep_seconds, *x, folder) for x in ((1, 1), (2, 1), (1, 2))), rounds=3)
     detail = "eight runs of 300 steps, start-up included"
@@ -324,8 +361,7 @@ def sweep_rows(row: Callable, folder: Path) -> None:
 
 
 GROUPS = {"trainer": trainer_rows, "routes": route_rows, "measuring": measuring_rows, "lost": lost_rows,
-          "gradient": gradient_rows,
-          "spectra": spectra_rows, "sweep": sweep_rows}  # fmt: skip
+          "loss": loss_rows, "gradient": gradient_rows, "spectra": spectra_rows, "sweep": sweep_rows}  # fmt: skip
 
 
 def main() -> None:
