@@ -24,7 +24,9 @@ def test_a_paper_runs_end_to_end(paper, tmp_path, monkeypatch):
         study = Study(name, "smoke")
         rows = final[final["experiment"] == name.split("/")[1]]
         have = set(zip(rows["arm"], rows["seed"], strict=True))
-        assert have == {(arm, seed) for arm in study.arms for seed in study.seeds}, name
+        planned = {(arm, seed) for arm in study.arms for seed in study.seeds}
+        leaders = set(study.plan.parents.values())  # whose runs are there because others start from them
+        assert planned <= have and {arm for arm, _ in have - planned} <= leaders, name
     report = (folder / "report.md").read_text()
     assert all(arm.replace("_", " ") in report or arm in report for arm in set(final["arm"]))
     assert not any(figure.stat().st_size < 5000 for figure in (folder / "figures").glob("*.png"))

@@ -427,24 +427,21 @@ def spectrum(r: Results):
 
 
 def moved(r: Results):
-    """What the projection does to a token's coefficients, by their position in falling order."""
-    names = sorted(set(points(r, "pretrained", "logit/sigma")["arm"]))
-    kinds = sorted({k for k in r.layers["kind"].dropna() if str(k).startswith("sorted/")})
-    if not kinds:
-        raise Missing("pretrained has no sorted/ rows")
-    quantities = list(dict.fromkeys(re.sub("_(before|after)$", "", k.split("/")[1]) for k in kinds))
-    figure, axes = new(4.6 * len(quantities) + 1, 4.4, len(quantities))
-    for ax, quantity in zip(axes, quantities, strict=True):
-        for i, arm in enumerate(names):
-            for when, style in (("before", "-"), ("after", "--")):
-                rows = r.layers[(r.layers["kind"] == f"sorted/{quantity}_{when}") & (r.layers["arm"] == arm)]
-                mine = rows.groupby("index")["value"].mean()
+    """What the projection does to a token's coefficients, by position: energy and variance over the tokens."""
+    arms = sorted(set(points(r, "pretrained", "sorted/before_energy")["arm"]))
+    styles = {"before": "-", "after": "--", "own": ":"}
+    figure, axes = new(10.6, 4.4, 2)
+    for ax, quantity in zip(axes, ("energy", "variance"), strict=True):
+        for i, arm in enumerate(arms):
+            for when, style in styles.items():
+                rows = points(r, "pretrained", f"sorted/{when}_{quantity}")
+                mine = rows[rows["arm"] == arm].groupby("index")["value"].mean()
                 ax.plot(mine.index, mine, style, color=COLOURS[i % len(COLOURS)], lw=1.4)
-            ax.text(0.03, 0.2 - 0.07 * i, arm, color=COLOURS[i % len(COLOURS)], transform=ax.transAxes)
+            ax.text(0.03, 0.05 + 0.07 * i, arm, color=COLOURS[i % len(COLOURS)], transform=ax.transAxes)
         ax.set_xscale("log")
         ax.set_yscale("log")
-        ax.set_xlabel("position, largest first")
-        ax.set_title(f"{quantity} (solid: before, dashed: after)", fontsize=9.5)
+        ax.set_xlabel("position, largest |G| first (dotted: in its own order)")
+        ax.set_title(f"{quantity}: solid before, dashed after the projection", fontsize=9.5)
     return figure
 
 
