@@ -330,10 +330,9 @@ def spamlang(r: Results):
                 colour = colormaps["viridis"](i / len(SYMBOLS))
                 accuracy = mine["val_accuracy"].astype(float).fillna(0.0)
                 ax.plot(mine["lr"], 100 * accuracy, "-o", ms=3.5, lw=1.2, color=colour)
-                if ax is row[0] and kind == "v" and len(mine):
+                if ax is row[-1] and kind == "v" and len(mine):
                     symbols = round(float((mine["data/unique"] / mine["data/coverage"]).iloc[0]))
-                    ax.text(0.03, 0.45 - 0.07 * i, f"{symbols:,} symbols", color=colour, transform=ax.transAxes,
-                            fontsize=8)  # fmt: skip
+                    ax.text(1.03, 0.9 - 0.1 * i, f"{symbols:,} symbols", color=colour, transform=ax.transAxes)
             ax.set_xscale("log")
             ax.set_ylim(-3, 103)
             ax.set_title(f"{optimiser}, {name}")
@@ -345,6 +344,8 @@ def spamlang(r: Results):
 
 def draws(r: Results):
     """Accuracy at the best rate over V: positions fixed, and draws of a symbol held."""
+    if not (r.runs["experiment"] == "spamlang").any():
+        raise Missing("no run of spamlang")
     figure, (ax, right) = new(10.6, 4.3, 2)
     for suffix, colour, label in (("", BLUE, "AdamW"), ("_sgd", ORANGE, "SGD with momentum"), ("_muon", GREEN, "Muon")):
         for kind, style in (("v", "-"), ("tied", ":")):
@@ -371,8 +372,9 @@ def draws(r: Results):
                 continue
             mean_ci(right, v, values, colour)
             at.append((v, values.mean()))
-        right.plot(*zip(*at, strict=True), color=colour, lw=1.2)
-        right.text(at[-1][0] * 1.15, at[-1][1], f"{held} draws", color=colour, va="center")
+        if at:
+            right.plot(*zip(*at, strict=True), color=colour, lw=1.2)
+            right.text(at[-1][0] * 1.15, at[-1][1], f"{held} draws", color=colour, va="center")
     ax.set_title("positions fixed (solid: untied, dotted: tied)")
     right.set_title("draws of a symbol held, AdamW, untied")
     ax.set_ylabel("accuracy at the best rate (%)")
