@@ -437,7 +437,7 @@ STORIES = Path(DATA) / "models" / "stories260K"
 def test_a_real_model_keeps_more_than_the_null(tiny, tmp_path):
     from backrank import run
 
-    text = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park.\n" * 100
+    text = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park.\n" * 200
     (tmp_path / "story.txt").write_text(text)
     also = [o for o in tiny if not o.startswith(("model.", "data"))]
     code = run.main([*also, "model=pretrained", f"model.path={STORIES}", "data=text", f"data.path={tmp_path}/story.txt",
