@@ -9,7 +9,7 @@ from matplotlib import colormaps
 from scipy.optimize import least_squares, nnls
 
 from backrank.analysis import stats
-from backrank.analysis.figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, Missing, mean_ci, new
+from backrank.analysis.figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, Missing, mean_ci, new, spread
 from backrank.analysis.report import Results
 
 # arm of `pretrained` -> name, D, V
@@ -165,17 +165,19 @@ def curves(r: Results):
     width = sweep_width(r)
     figure, axes = new(10.6, 4.4, 2, sharey=True)
     for ax, (family, (label, _)) in zip(axes, FAMILIES.items(), strict=True):
-        ks = [1, *shares(r, "head_sweep", family)]
+        ks, ends = [1, *shares(r, "head_sweep", family)], []
         for i, k in enumerate(ks):
             arm = WHOLE[family] if k == 1 else f"{family}_{k}"
             seeds = r.values("head_sweep", arm).index
             rows = pd.concat([curve(r, arm, seed) for seed in seeds]).groupby("tokens")["loss"].mean()
             rows = rows[rows.index > 0]
-            colour = colormaps["viridis"](i / max(1, len(ks) - 1) * 0.9)
-            ax.plot(rows.index, rows, color=colour, lw=1.5)
-            ax.text(rows.index[-1] * 1.01, rows.iloc[-1], f"{width // k}", color=colour, va="center", fontsize=8)
+            ends.append((rows.index[-1], rows.iloc[-1], colormaps["viridis"](i / max(1, len(ks) - 1) * 0.9)))
+            ax.plot(rows.index / 1000, rows, color=ends[-1][2], lw=1.5)
+        gap = 0.035 * np.ptp(ax.get_ylim())
+        for k, (x, _, colour), y in zip(ks, ends, spread([end[1] for end in ends], gap), strict=True):
+            ax.text(x / 1000 * 1.01, y, f"{width // k}", color=colour, va="center", fontsize=8)
         ax.set_title(label)
-        ax.set_xlabel("tokens (labels: D)")
+        ax.set_xlabel("thousand tokens (labels: D)")
         ax.margins(x=0.08)
     axes[0].set_ylabel("validation loss (nats)")
     return figure
@@ -197,7 +199,7 @@ def head_over_training(r: Results):
             mean_ci(axes[0], at, lost, colour)
             axes[0].plot(at, null.mean(), "_", color=BLACK, ms=14, zorder=4)
             mean_ci(axes[1], at, kept, colour)
-        axes[1].text(0.03, 0.95 - 0.07 * (family == "backward"), label, color=colour, transform=axes[1].transAxes)
+        axes[0].text(0.35, 0.2 - 0.07 * (family == "backward"), label, color=colour, transform=axes[0].transAxes)
     axes[1].axhline(1, color=BLACK, lw=0.8)
     axes[0].set_title("lost fraction at the end (bars: the null)")
     axes[1].set_title("kept energy over that of the null")
