@@ -417,7 +417,7 @@ def spectrum(r: Results):
         different = tokens[tokens["arm"] == arm].groupby("index")["value"].mean()
         ax.plot(different.index, different, ":", color=colour, lw=1.2)
         s = sigma[sigma["arm"] == arm].groupby("index")["value"].mean()
-        right.plot(s.index, s / s.iloc[0], color=colour)
+        right.plot(s.index, (s / s.iloc[0]).where(s > 1e-6 * s.iloc[0]), color=colour)  # below is rounding
         ax.text(0.03, 0.95 - 0.07 * i, arm, color=colour, transform=ax.transAxes, va="top")
     for axis in (ax, right):
         axis.set_xscale("log")
@@ -461,7 +461,7 @@ def directions(r: Results):
             mine = -rows[rows["arm"] == arm].groupby("index")["value"].mean()
             mine = mine[mine > 0]
             ax.plot(mine.index, mine, color=colour, lw=1.5)
-            ax.text(0.03, 0.95 - 0.07 * i, label, color=colour, transform=ax.transAxes, va="top")
+            ax.text(0.97, 0.27 - 0.07 * i, label, color=colour, transform=ax.transAxes, ha="right")
         ax.set_xscale("log")
         ax.set_yscale("log")
         ax.set_title(arm)
