@@ -64,8 +64,9 @@ class _Judge:
     def __init__(self, claims, claim, runs, scale, planned):
         self.claims, self.claim, self.scale, self.notes = claims, claim, scale, []
         mine = runs[runs["experiment"] == claim.experiment]
-        if claim.kind == "ordering" and claim.arms and planned:  # a scale may have fewer: the steps between the others
-            here = [arm for arm in claim.arms if arm in planned]
+        if claim.kind == "ordering" and claim.arms:  # a scale may have fewer: the steps between the others
+            have = set(mine["arm"]) if planned is None else planned
+            here = [arm for arm in claim.arms if arm in have]
             if 2 < len(here) < len(claim.arms):
                 self.claim = claim = dataclasses.replace(claim, arms=here)
                 self.notes.append(f"here of {', '.join(here)}")
