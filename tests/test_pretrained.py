@@ -435,19 +435,33 @@ STORIES = Path(DATA) / "models" / "stories260K"
 
 @pytest.mark.skipif(not (DATA and STORIES.is_dir()), reason="needs $BACKRANK_DATA/models/stories260K")
 def test_a_real_model_keeps_more_than_the_null(tiny, tmp_path):
-    from backrank import run
+    """By the study, and by its library's logits and a projection written out."""
+    from transformers import AutoModelForCausalLM
+
+    from backrank import data, run
+    from backrank.compose import compose_run
 
     text = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park.\n" * 200
     (tmp_path / "story.txt").write_text(text)
     also = [o for o in tiny if not o.startswith(("model.", "data"))]
-    code = run.main([*also, "model=pretrained", f"model.path={STORIES}", "data=text", f"data.path={tmp_path}/story.txt",
-                     "data.tokenizer=model", "data.vocab_size=512", "data.sequence=128", "data.eval_tokens=513",
-                     f"data.cache={tmp_path}/cache", f"runs={tmp_path}/runs", "study=gradient_loss"])  # fmt: skip
-    assert code == 0
-    (folder,) = (p for p in (tmp_path / "runs").iterdir() if p.name != ".locks")
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["head/loss"] < 2 and summary["head/rank"] == 64
-    assert summary["head/kept_over_null"] > 1.5 and summary["head/lost"] < summary["head/null_lost"] - 0.05
+    also += ["model=pretrained", f"model.path={STORIES}", "data=text", f"data.path={tmp_path}/story.txt",
+             "data.tokenizer=model", "data.vocab_size=512", "data.sequence=128", "data.eval_tokens=513",
+             f"data.cache={tmp_path}/cache", f"runs={tmp_path}/runs", "study=gradient_loss"]  # fmt: skip
+    assert run.main(also) == 0
+    (summary,) = (json.loads(p.read_text()) for p in (tmp_path / "runs").glob("*/summary.json"))
+
+    chosen = compose_run([*also, f"data.tokenizer={STORIES}/tokenizer.json"])
+    ids = torch.tensor(data.load(chosen.data).train[:513].astype("int64"))
+    model = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float64)
+    with torch.no_grad():
+        G = model(ids[:-1].view(-1, 128)).logits.flatten(0, 1).softmax(-1)
+    loss = -G.gather(1, ids[1:, None]).log().mean()
+    G.scatter_add_(1, ids[1:, None], -torch.ones(512, 1).double())
+    U = torch.linalg.svd(model.lm_head.weight.detach(), full_matrices=False)[0]
+    kept = ((G @ U).norm() / G.norm()) ** 2
+    assert summary["head/loss"] == pytest.approx(float(loss), rel=1e-4) and loss < 2
+    assert summary["head/kept_over_null"] == pytest.approx(float(kept) * 512 / 64, rel=1e-3)
+    assert summary["head/kept_over_null"] > 1.2 and summary["head/lost"] < summary["head/null_lost"] - 0.01
 
 
 @pytest.mark.skipif(
