@@ -31,6 +31,8 @@ def test_a_paper_runs_end_to_end(paper, tmp_path, monkeypatch):
     assert all(arm.replace("_", " ") in report or arm in report for arm in set(final["arm"]))
     assert not any(figure.stat().st_size < 5000 for figure in (folder / "figures").glob("*.png"))
     assert {p.stem for p in (folder / "figures").glob("*.png")} == {p.stem for p in (folder / "figures").glob("*.svg")}
+    if paper != "lost_in_backprop":  # which has runs with parents and trunks, and studies
+        return
     # asked again, there is nothing to do and nothing changes
     before = (folder / "runs.csv").read_bytes(), report
     assert reproduce.main(["run", paper]) == 0
