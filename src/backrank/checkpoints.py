@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import re
 from importlib.util import find_spec
@@ -89,7 +90,7 @@ def _snapshot(path: str) -> Path:
     )
     try:
         folder = Path(get(local_files_only=True))
-        if any(folder.glob("*.safetensors")):
+        if _whole(folder):
             return folder
     except Exception:
         folder = None
@@ -102,6 +103,14 @@ def _snapshot(path: str) -> Path:
     if not any(folder.glob("*.safetensors")):
         raise refused(path, "has no .safetensors", "Download it and give the folder")
     return folder
+
+
+def _whole(folder: Path) -> bool:
+    """Whether a download was finished: all files that the weights' index names are there."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return any(folder.glob("*.safetensors"))
+    return all((folder / name).exists() for name in set(json.loads(index.read_text())["weight_map"].values()))
 
 
 def content_hash(path: str) -> str:

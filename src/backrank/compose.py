@@ -120,8 +120,11 @@ def parsed(override: str) -> Override:
 
 
 def compose_plan(overrides: Sequence[str]) -> DictConfig:
-    """The config that holds the plan: other overrides may need an arm's own, which come with it, to be accepted."""
-    return compose([o for o in overrides if re.match(r"(experiment|scale|arm|plan)\b", key_of(o))])
+    """The config that holds the plan, of whose arms some refer to other keys.
+
+    Settings of interventions and probes are left out: they may need an arm's own, which come with it, to be accepted.
+    """
+    return compose([o for o in overrides if not re.match(r"(intervention|probe)\b", key_of(o))])
 
 
 def compose_run(overrides: Sequence[str]) -> DictConfig:

@@ -134,6 +134,9 @@ class Parallel:
 
     def restore(self, task: Task, optimiser: Any, state: dict[str, Any]) -> None:
         """Weights and the optimiser's state, from a checkpoint of any mode and number of processes."""
+        import torch
+
+        del state["rng_cuda"][torch.cuda.device_count() :]  # of a machine with more devices
         if "sharded" in state:
             load_sharded(task, optimiser, state["sharded"])
         else:

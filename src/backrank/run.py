@@ -143,11 +143,16 @@ def is_current(rundir: RunDir, cfg: DictConfig, fresh: bool) -> bool:
 
 
 def run_one(
-    cfg: DictConfig, fresh: bool = False, also: Sequence[dict[str, Any]] = (), parallel: Parallel | None = None
+    cfg: DictConfig,
+    fresh: bool = False,
+    also: Sequence[dict[str, Any]] = (),
+    parallel: Parallel | None = None,
+    keep_trunk: bool = True,
 ) -> Outcome:
     """Runs, continues or skips one run.
 
-    `fresh` starts stale, damaged, failed and unfinished ones anew; `also`: what other experiments watch in this run.
+    `fresh` starts stale, damaged, failed and unfinished ones anew; `also`: what other experiments watch in this run;
+    `keep_trunk`: a longer run may come that branches from this one's.
     Raises ConfigError for bad input, Held if another process has the run, Interrupted after a signal; any other error
     is written to the run's own log and failed.json, and raised.
     """
@@ -176,14 +181,16 @@ def run_one(
                 widen(cfg, meta["watched"])
         moved = rundir.set_aside() if aside else None
         try:
-            return Outcome(identity, "ran", fit(cfg, rundir, hashes, code, parallel))
+            return Outcome(identity, "ran", fit(cfg, rundir, hashes, code, parallel, keep_trunk))
         except ConfigError:
             if moved and not rundir.path.exists():  # refused before it began
                 moved.rename(rundir.path)
             raise
 
 
-def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str, parallel: Parallel) -> dict[str, Any]:
+def fit(
+    cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str, parallel: Parallel, keep_trunk: bool
+) -> dict[str, Any]:
     """Builds and trains in a claimed folder, from its checkpoint if it has one."""
     made = not rundir.path.exists()
     with disk(rundir.root):
@@ -242,7 +249,7 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str, para
             else:
                 trainer.restore(state)
                 log.info("continuing at step %d", trainer.step)
-            if trunk:
+            if trunk and keep_trunk:
                 save = trainer.save
                 trainer.save = lambda state: (save(state), trunk.leave(state))
             (rundir.path / "failed.json").unlink(missing_ok=True)
@@ -257,6 +264,8 @@ def fit(cfg: DictConfig, rundir: RunDir, hashes: dict[str, str], code: str, para
                 "core_s": round(seconds / (time.perf_counter() - wall) * (time.process_time() - cpu), 3),
             }
             rundir.save(state)  # weights alone, for later studies
+            if trunk and not keep_trunk:
+                shutil.rmtree(trunk.path, ignore_errors=True)
         else:  # trained to the end, and ended before the summary was written
             recorder.truncate(state["offsets"])
         facts = record["facts"]

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,10 @@ class Sweep:
                 if job.steps > shortest.get(job.trunk, job.steps):  # goes on from what that one leaves
                     continue
                 others = [(m, j.arm) for m, p in enumerate(plans) if m != n for j in p.jobs if j.id == job.id]
+                # a longer run that is still to come goes on from this one; for no other is a trunk kept
+                if not any(job.trunk == j.trunk and job.steps < j.steps and not self.settled(s, j)
+                           for s, p in zip(self.studies, plans, strict=True) for j in p.jobs if j.trunk):  # fmt: skip
+                    job = replace(job, trunk="")
                 return n, job, [watched(self.studies[m].config(arm)[0]) for m, arm in others]
         return None
 
@@ -270,7 +274,7 @@ def attempt(job: Job, fresh: bool, also: Sequence[dict[str, Any]] = ()) -> tuple
     from .run import run_one
 
     try:
-        outcome = run_one(compose_run(job.overrides), fresh, also)
+        outcome = run_one(compose_run(job.overrides), fresh, also, keep_trunk=bool(job.trunk))
         if outcome.id != job.id:
             return "failed", f"the config or its data changed since it was planned as {job.id}; start the command again"
         return outcome.status, outcome.summary

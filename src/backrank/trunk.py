@@ -8,6 +8,7 @@ cool-down. Whether there is one changes how long a run takes and nothing else. I
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from typing import Any
@@ -16,6 +17,7 @@ from .config import ConfigError
 from .recorder import LAYERS, METRICS, disk
 from .rundir import RunDir
 
+log = logging.getLogger("backrank")
 
 class Trunk(RunDir):
     """The states that one trunk has left; `run` is the one that reads and adds to them, `last` its last constant step.
@@ -51,15 +53,18 @@ class Trunk(RunDir):
         if step > self.last or step <= max(self.steps(), default=0):
             return
         draft = self.path / f".{step}.{os.getpid()}"
-        with disk(self.root):
+        shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+        try:
             draft.mkdir(parents=True)
-            os.link(self.run.checkpoint, draft / self.run.checkpoint.name)  # saving replaces the file, not its content
+            try:  # saving replaces the file, not its content
+                os.link(self.run.checkpoint, draft / self.run.checkpoint.name)
+            except OSError:  # a file system without links
+                shutil.copy(self.run.checkpoint, draft / self.run.checkpoint.name)
             for name, size in state["offsets"].items():
                 (draft / name).write_bytes((self.run.path / name).read_bytes()[:size])
-            try:
-                draft.rename(self.path / str(step))
-            except OSError:  # somebody else was faster
-                shutil.rmtree(draft, ignore_errors=True)
-            for older in self.steps():
-                if older < step:
-                    shutil.rmtree(self.path / str(older), ignore_errors=True)
+            draft.rename(self.path / str(step))
+        except OSError as error:  # somebody else was faster, or the disk is full: a run needs no trunk
+            log.info("no trunk is left at step %d (%s)", step, error.strerror)
+            shutil.rmtree(draft, ignore_errors=True)
+        for older in self.steps()[:-1]:
+            shutil.rmtree(self.path / str(older), ignore_errors=True)

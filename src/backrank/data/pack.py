@@ -37,6 +37,7 @@ from backrank.data.tokens import _tokenizer
 from backrank.recorder import atomic_write
 
 FORMAT = 1  # raise it when the same documents and settings give other files
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 KINDS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}  # as `datasets` calls its readers
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 256, 1 << 22  # what a worker gets at once: bounds the memory
@@ -211,6 +212,7 @@ def _start_worker(content: bytes, eod: int, dtype: str) -> None:
     global _worker
     tokenizer = Tokenizer.from_buffer(content)
     tokenizer.no_truncation()
+    tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # `<|endoftext|>` in a web page is text, not the end of a document
     _worker = tokenizer, eod, dtype
 
@@ -244,13 +246,15 @@ def _place(source: str) -> Path | None:
 
 def _files(place: Path) -> list[Path]:
     """The readable files of a folder, by path, or the file itself."""
-    found = [place] if place.is_file() else sorted(p for p in place.rglob("*") if p.is_file())
-    return [p for p in found if _kind(p)]
+    if place.is_file():
+        return [place] if _kind(place) else []
+    seen = (p for p in place.rglob("*") if not any(part.startswith(".") for part in p.relative_to(place).parts))
+    return sorted(p for p in seen if p.is_file() and _kind(p))
 
 
 def _kind(path: Path) -> str | None:
-    """The reader by the first suffix that has one: a.jsonl.gz is json, which `datasets` decompresses."""
-    return next((KINDS[s] for s in path.suffixes if s in KINDS), None)
+    """The reader by the last suffix, or the one in front of a compression, which `datasets` undoes."""
+    return KINDS.get(path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix)
 
 
 def _source(

@@ -203,7 +203,10 @@ def _tokenizer(path: str) -> tuple[Any, str]:
         remedy = "Use bytes, bpe or the path of a tokenizer.json"
         raise ConfigError("data.tokenizer", path, f"no readable file ({error.strerror})", remedy) from error
     try:
-        return Tokenizer.from_buffer(content), hashlib.sha256(content).hexdigest()
+        tokenizer = Tokenizer.from_buffer(content)
+        tokenizer.no_truncation()  # which a file may ask for, as for padding
+        tokenizer.no_padding()
+        return tokenizer, hashlib.sha256(content).hexdigest()
     except Exception as error:  # the library raises bare Exception
         remedy = "Give a file that the package tokenizers wrote"
         raise ConfigError("data.tokenizer", path, f"not a tokenizer.json ({error})", remedy) from error

@@ -26,7 +26,8 @@ class HeadGradient(Probe):
         if head.linear:
             stats = head_gradient_stats(snapshot.hidden_ND, snapshot.weight_VD, snapshot.targets_N)
         else:
-            seen = (snapshot.targets_N != IGNORE).nonzero().flatten()[:JACOBIANS]
+            seen = (snapshot.targets_N != IGNORE).nonzero().flatten()
+            seen = seen[:: max(1, len(seen) // JACOBIANS)][:JACOBIANS]  # all over the sequences
             stats = jacobian_stats(head, snapshot.hidden_ND[seen], snapshot.targets_N[seen])
         return {f"head/{key}": math.nan if value is None else float(value) for key, value in stats.items()}, []
 

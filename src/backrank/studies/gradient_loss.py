@@ -50,7 +50,7 @@ def text_of(cfg: DictConfig, source: Any, stream: Any) -> Iterator[Any]:
         return
     ids, T = source.train, cfg.data.sequence
     size = cfg.data.eval_tokens or len(ids)
-    start, batch = (cfg.seed - 1) * size if cfg.data.eval_tokens else 0, max(1, 1024 // T)
+    start, batch = (cfg.seed - 1) * size, max(1, 1024 // T)
     if not 0 <= start <= start + size <= len(ids):
         problem = f"its part of {size} tokens is none of the {len(ids)} of the train split"
         raise ConfigError("seed", cfg.seed, problem, f"Use seeds 1 to {len(ids) // size}, or lower data.eval_tokens")
@@ -79,15 +79,19 @@ def run(cfg: DictConfig, source: Any, root: Path) -> Measured:
     stream = source.stream(cfg, device)
     space = measure.column_space(task.head.weight.detach())
     step = cfg.train.batch * cfg.train.accumulate * cfg.data.sequence
+    if not hasattr(source, "validation"):
+        raise ConfigError("data.source", cfg.data.source, f"is no text, which study={cfg.study} reads", "Use data=text")
     available = len(source.train if cfg.model.path and not cfg.parent else source.validation)
-    stride = max(1, min(available, cfg.data.eval_tokens or available) // SAMPLED)
+    # odd, and counted on from batch to batch: all places of a sequence come up
+    stride = max(1, min(available, cfg.data.eval_tokens or available) // SAMPLED) | 1
 
-    passed, sample, batch, contexts, taken = [], [], [], [], 0
+    passed, sample, batch, contexts, taken, read = [], [], [], [], 0, 0
     with torch.no_grad(), task.evaluating():
         for x, y in text_of(cfg, source, stream):
             H, targets = task.hidden(x), y.flatten()
             passed.append(measure.passed(H, targets, space))
-            sample.append((H[::stride].clone(), targets[::stride]))
+            sample.append((H[-read % stride :: stride].clone(), targets[-read % stride :: stride]))
+            read += len(H)
             if taken < step:
                 seen = (targets != measure.IGNORE)[: step - taken].nonzero()[:, 0]
                 batch.append((H[seen].clone(), targets[seen]))
