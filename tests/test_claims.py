@@ -98,7 +98,10 @@ def test_ordering():
     up, flat, down = stats.estimate([0.1, 0.11]), stats.estimate([0.1, -0.05]), stats.estimate([-0.1, -0.2])
     assert ordering_verdict([up, stats.Estimate(0.2, 0.01, 5)]) == "reproduced"
     assert ordering_verdict([up, flat]) == "same direction"
-    assert ordering_verdict([up, down]) == "differs"
+    assert ordering_verdict([up, down]) == "underpowered"  # two seeds say nothing
+    assert ordering_verdict([up, stats.Estimate(-0.2, 0.01, 5)]) == "differs"
+    assert ordering_verdict([up, stats.estimate([0.0, 0.0, -1e-17])]) == "differs"  # no step at all
+    assert ordering_verdict([stats.estimate([-0.1])]) == "underpowered"
     assert ordering_verdict([stats.estimate([0.1])]) == "same direction"
 
 
@@ -137,7 +140,24 @@ def test_difference_row(tmp_path):
     row = one(tmp_path, rows(LOSSES), kind="difference", arm="b", minus="o", direction="above", drop_seeds=[1])
     assert row["n"] == 3 and "b1" not in row["runs"] and row["paper_n"] == 1
     row = one(tmp_path, rows(LOSSES), kind="difference", arm="o", minus=2.5, direction="below")
-    assert row["verdict"] == "reproduced" and row["ours"] == pytest.approx(-0.45)
+    assert row["verdict"] == "reproduced" and row["ours"] == pytest.approx(2.05)  # the arm, not what it is below 2.5
+    assert row["high"] < 2.5
+    row = one(tmp_path, rows(LOSSES), kind="no_effect", arm="o", minus=2.0, margin=0.5, published={"value": 0.5})
+    assert row["published"] == 2.5 and row["verdict"] == "reproduced"
+
+
+def test_each_side_of_a_contrast_may_have_a_baseline_of_its_own(tmp_path):
+    arms = {"arm": "f", "baseline": "o", "other_baseline": "x"}
+    runs = rows(LOSSES | {"x": [2.0, 2.2, 1.95, 2.0]})
+    own, other = (np.subtract(LOSSES[a], b) for a, b in (("f", LOSSES["o"]), ("b", [2.0, 2.2, 1.95, 2.0])))
+    row, oracle = (
+        one(tmp_path, runs, kind="difference", minus="b", direction="above", **arms),
+        stats.estimate(own - other),
+    )
+    assert (row["ours"], row["low"], row["high"]) == pytest.approx((oracle.mean, oracle.low, oracle.high))
+    assert "x1" in row["runs"] and row["verdict"] == "reproduced"
+    ratio = one(tmp_path, runs, kind="ratio", over="b", direction="above", **arms)
+    assert ratio["ours"] == pytest.approx(own.mean() / other.mean())
 
 
 def test_ratio_row(tmp_path):
@@ -152,7 +172,7 @@ def test_no_effect_ordering_and_statistics_rows(tmp_path):
     same = one(tmp_path, runs, kind="no_effect", arm="f", over="f", baseline="o")
     assert same["verdict"] == "reproduced" and same["ours"] == pytest.approx(1)
     assert one(tmp_path, runs, kind="ordering", arms=["o", "b", "f"])["verdict"] == "reproduced"
-    assert one(tmp_path, runs, kind="ordering", arms=["f", "b"])["verdict"] == "differs"
+    assert one(tmp_path, runs, kind="ordering", arms=["f", "o"])["verdict"] == "differs"
     four = {"kind": "ordering", "arms": ["o", "x", "b", "f"]}  # a scale that plans three of them orders these
     planned = {"e": {arm: [1, 2, 3] for arm in ("o", "b", "f")}}
     ordered = one(tmp_path, runs, planned=planned, **four)

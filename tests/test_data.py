@@ -197,6 +197,16 @@ def test_given_tokenizer(tmp_path, node, folder):
         D.load(node(tokenizer=str(path), vocab_size=largest))
 
 
+def test_a_tokenizer_that_pads_and_cuts_reads_the_whole_text_and_no_more(tmp_path, node, folder):
+    tokenizer = train_bpe((folder / "train.txt").read_bytes(), 320)
+    tokenizer.save(str(tmp_path / "plain.json"))
+    tokenizer.enable_padding(length=32)
+    tokenizer.enable_truncation(max_length=4)
+    tokenizer.save(str(tmp_path / "padding.json"))
+    plain, padded = (D.load(node(tokenizer=str(tmp_path / f"{n}.json"), vocab_size=400)) for n in ("plain", "padding"))
+    assert all(np.array_equal(getattr(plain, s), getattr(padded, s)) for s in SPLITS)
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "meta"])
 def test_damaged_cache_is_rebuilt(tmp_path, node, damage):
     data = node(tokenizer="bpe", vocab_size=300)

@@ -146,14 +146,20 @@ def test_a_sweep_runs_the_cooldowns_of_a_trunk_one_after_another(tiny, tmp_path)
     common = [*(o for o in tiny if "steps" not in o), *WSD, "optim.cooldown=3", f"+{arms}", f"runs={tmp_path}"]
     study = Study(None, "laptop", [*common, "plan.only=[a,b,c]"], seeds=[1])
     assert study.arms == ["b", "a", "c"]
-    sweep, taken = Sweep([study], tmp_path), []
+    sweep, taken, kept = Sweep([study], tmp_path), [], []
     while found := sweep.next_job():
         taken.append(found[1].arm)
+        kept.append(found[1])
         sweep.running.add(found[1].id)
     assert taken == ["a", "c"]  # b goes on from a
+    assert [bool(job.trunk) for job in kept] == [True, False]  # which alone has to leave a trunk
     sweep.failed = {job.id: (job, "") for job in study.progress(lambda _: None).jobs if job.arm == "a"}
     sweep.running.clear()
     assert sweep.next_job()[1].arm == "b"  # or from nothing
+    assert Sweep([Study(None, "laptop", [*common, "plan.only=[a,b]"], seeds=[1])], tmp_path).run() == 0
+    logs = [p.read_text() for p in tmp_path.glob("*/log.txt")]
+    assert sum("branching from a trunk" in log for log in logs) == 1
+    assert not list((tmp_path / ".trunks").iterdir())  # none is left once the longest has run
 
 
 @pytest.mark.parametrize("bad", ["optim.schedule=wsd", "optim.cooldown=3", "+optim={schedule:wsd,cooldown:99}"])

@@ -197,6 +197,17 @@ def test_selection_follows_the_named_split(study):
         assert (choice.split, choice.best) == (split, {"optim.lr": best})
 
 
+def test_what_is_typed_reaches_the_references_of_the_arms():
+    """Ranks of the sweep are shares of the width, and SpamLang's symbols too."""
+    typed = ["experiment=lost_in_backprop/head_sweep", "scale=laptop", "model.width=256", "probe.head_gradient.every=7"]
+    for width, arm in ((256, "full"), (32, "narrow_8")):
+        assert compose_run([*typed, f"arm={arm}"]).intervention.low_rank_head.rank == width
+    assert Study("lost_in_backprop/head_sweep", "laptop", typed[2:]).config("narrow_8")[0].intervention == \
+        compose_run([*typed, "arm=narrow_8"]).intervention  # fmt: skip
+    spam = ["experiment=lost_in_backprop/spamlang", "scale=laptop", "arm=v_16384", "model.width=64"]
+    assert compose_run(spam).data.vocab_size == round(16384 / 576 * 64)
+
+
 def test_a_plan_without_arms_is_the_config_itself(study):
     done = study(grids="{}", arms="{}").progress({}.get)
     assert [(j.arm, j.seed, j.stage) for j in done.jobs] == [("", s, "final") for s in (1, 2, 3)]

@@ -213,6 +213,31 @@ def test_a_hub_id_without_network_names_the_command(refused, monkeypatch, tmp_pa
     assert "error: model.path=somebody/some-model@branch" in said and "hf download somebody/some-model" in said
 
 
+def test_half_a_download_is_fetched_again(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def download(*_, local_files_only=False, **__):
+        if not local_files_only:
+            (tmp_path / "model-2.safetensors").touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    (tmp_path / "model-1.safetensors").touch()
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert checkpoints._snapshot("somebody/some-model") == tmp_path and (tmp_path / "model-2.safetensors").exists()
+
+
+def test_the_sample_is_every_nth_token_of_the_text_wherever_its_batches_end():
+    from backrank.studies.gradient_loss import every
+
+    text, taken, read = list(range(1000)), [], 0
+    for size in (10, 3, 64, 64, 1, 858):
+        taken += text[read : read + size][every(7, read)]
+        read += size
+    assert read == 1000 and taken == text[::7]
+
+
 def test_a_path_goes_with_pretrained_models_alone(config):
     with pytest.raises(ConfigError, match=r"model\.path=x: goes with model\.kind=pretrained alone"):
         config("model.path=x")

@@ -229,6 +229,16 @@ def test_what_looks_like_an_end_of_document_in_a_text_is_text(made, tmp_path):
 # Reading
 
 
+def test_what_a_download_leaves_beside_its_files_is_not_read(made, tmp_path):
+    from backrank.data.pack import _files
+
+    names = ("a.parquet", "b/c.jsonl.gz", "d.txt")
+    for name in (*names, ".cache/huggingface/a.parquet", "a.parquet.lock", "a.parquet.metadata", "d.txt.incomplete"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert [p.relative_to(tmp_path).as_posix() for p in _files(tmp_path)] == sorted(names)
+
+
 def test_shards_read_as_one_array(tmp_path):
     whole = np.arange(1000, dtype=np.uint16)
     for i, part in enumerate(np.split(whole, [300, 600, 900])):

@@ -93,11 +93,11 @@ def curve(r: Results, arm: str, seed: int) -> pd.DataFrame:
 
 
 def tokens_to(rows: pd.DataFrame, loss: float) -> float:
-    """Tokens at which a curve first reaches a loss, in a line between its points; NaN where it never does."""
+    """Tokens at which a curve first reaches a loss, in a line between its points; infinite where it never does."""
     tokens, losses = rows["tokens"].to_numpy(float), rows["loss"].to_numpy(float)
     below = np.flatnonzero(losses <= loss)
     if not len(below):
-        return np.nan
+        return np.inf
     i = below[0]
     if i == 0:
         return tokens[0]
@@ -126,7 +126,7 @@ def sweep_tokens(r: Results) -> pd.DataFrame:
                              "whole_speedup": total / of_whole})  # fmt: skip
     if not rows:
         raise Missing("no seed of head_sweep has the curves of two arms")
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).replace({"tokens": {np.inf: np.nan}})
 
 
 def sweep(r: Results):

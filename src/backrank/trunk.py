@@ -19,6 +19,7 @@ from .rundir import RunDir
 
 log = logging.getLogger("backrank")
 
+
 class Trunk(RunDir):
     """The states that one trunk has left; `run` is the one that reads and adds to them, `last` its last constant step.
 

@@ -6,13 +6,14 @@ stands beside it.
 
 kind           fields beside experiment and metric       verdict
 value          arm [minus] [stat] [tolerance]            reproduced | differs
-difference     arm minus [direction] [margin]            reproduced | same direction | underpowered | differs
+difference     arm minus [baseline] [direction] [margin] reproduced | same direction | underpowered | differs
 ratio          arm over [baseline] [direction]           the same, against 1, Fieller's interval
 no_effect      arm minus|over [baseline] [margin]        reproduced | underpowered | differs
-ordering       arms (metric rises) or pairs              reproduced | same direction | differs
+ordering       arms (metric rises) or pairs              reproduced | same direction | underpowered | differs
 bound          pairs, or measured and bound              kept | broken, with cases and slack
 calculation    inputs expression equals                  adds up | does not add up, at the printed digits
 contradiction  inputs expression stated                  contradiction | consistent
+`baseline` is taken off the arm, and `other_baseline` (null: the same) off the arm it is compared with.
 A claim whose id fits a pattern of `by_construction` could not fail: by construction instead of reproduced, with the
 reason. Without runs: not run. Kind `value` (or `scales: paper`) at another scale: needs the paper's scale.
 """
@@ -65,6 +66,7 @@ class Claim:
     minus: str | float | None = None
     over: str | None = None
     baseline: str | None = None
+    other_baseline: str | None = None
     arms: list[str] | None = None
     pairs: list[list[str]] | None = None
     stat: str = "mean"
@@ -87,7 +89,14 @@ class Claim:
     @property
     def names(self) -> list[str]:
         """The arms this claim reads."""
-        flat = [*np.ravel(self.arm or []), self.minus, self.over, self.baseline, *(self.arms or [])]
+        flat = [
+            *np.ravel(self.arm or []),
+            self.minus,
+            self.over,
+            self.baseline,
+            self.other_baseline,
+            *(self.arms or []),
+        ]
         flat += [arm for pair in self.pairs or [] for arm in pair]
         return list(dict.fromkeys(str(arm) for arm in flat if isinstance(arm, str)))
 

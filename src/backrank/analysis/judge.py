@@ -83,9 +83,15 @@ class _Judge:
             row |= self.page() if c.inputs else {"scale": self.scale, "data": ""} | self.measured()
         except (stats.SeedError, pd.errors.UndefinedVariableError) as error:
             raise ClaimError(f"{self.claims.path}: claim {c.id}: {error}") from error
+        if isinstance(c.minus, int | float):  # compared with a number: shown as it is, not less that number
+            shifted = ("published", "published_low", "published_high", "ours", "low", "high")
+            for key in (*shifted, "ours_paper_n", "paper_n_low", "paper_n_high"):
+                if key in row:
+                    row[key] += c.minus
         reasons = [why for pattern, why in self.claims.by_construction.items() if fnmatch(c.id, pattern)]
         if row["verdict"] == REPRODUCED and reasons:
             row["verdict"] = BY_CONSTRUCTION
+        if row["verdict"] in (BY_CONSTRUCTION, KEPT):
             self.notes += reasons
         if row["verdict"] in (DIFFERS, SAME_DIRECTION) and c.setup_note:
             self.notes.append(f"set-up: {c.setup_note}")
@@ -179,10 +185,11 @@ class _Judge:
     def contrast(self, table: pd.DataFrame) -> stats.Estimate | stats.Ratio:
         c = self.claim
         base = table[c.baseline] if c.baseline else 0.0
+        other_base = table[c.other_baseline] if c.other_baseline else base
         if c.over:
-            return stats.fieller(table[c.arm] - base, table[c.over] - base)
-        other = table[c.minus] if isinstance(c.minus, str) else float(c.minus or 0.0)
-        return stats.estimate(table[c.arm] - other)
+            return stats.fieller(table[c.arm] - base, table[c.over] - other_base)
+        other = table[c.minus] - other_base if isinstance(c.minus, str) else float(c.minus or 0.0)
+        return stats.estimate(table[c.arm] - base - other)
 
     def steps(self, table: pd.DataFrame) -> list[stats.Estimate]:
         pairs = self.claim.pairs or list(itertools.pairwise(self.claim.arms))

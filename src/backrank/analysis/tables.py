@@ -152,6 +152,8 @@ def show_claims(verdicts: pd.DataFrame) -> pd.DataFrame:
     """Verdicts as texts: what is claimed, the published number, ours over all seeds and over the paper's."""
 
     def cell(row, value, low, high):
+        if row["kind"] == "bound" and value == "ours" and pd.notna(row["n"]):
+            return f"{row[value]:.0f} of {row['n']:.0f}"
         return interval(row[value], row[low], row[high], spec=".6g" if abs(row[value]) >= 1000 else ".4f")
 
     rows = [
@@ -180,6 +182,7 @@ def number(x, spec: str) -> str:
 
 def interval(value, low, high, spec: str = ".4f") -> str:
     """value [low, high], or what of it there is."""
+    value, low, high = (0.0 if abs(x) < 1e-12 else x for x in (value, low, high))  # no -0.0000 of rounding
     ends = "" if pd.isna(low) or pd.isna(high) else f"[{low:{spec.lstrip('+')}}, {high:{spec.lstrip('+')}}]"
     return f"{number(value, spec)} {ends}".strip()
 

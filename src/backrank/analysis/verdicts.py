@@ -102,7 +102,11 @@ def no_effect_verdict(low: float, high: float, null: float, margin: float | list
 
 
 def ordering_verdict(steps: list[stats.Estimate]) -> str:
-    """Every adjacent paired difference above 0 with its interval; else all means above 0."""
+    """Every adjacent paired difference above 0 with its interval; else all means above 0; else one that speaks against it:
+    its interval below 0, or inside the margin of no effect."""
     if all(step.low > 0 for step in steps):
         return REPRODUCED
-    return SAME_DIRECTION if all(step.mean > 0 for step in steps) else DIFFERS
+    if all(step.mean > 0 for step in steps):
+        return SAME_DIRECTION
+    against = any(step.high < 0 or -MARGIN <= step.low <= step.high <= MARGIN for step in steps)
+    return DIFFERS if against else UNDERPOWERED

@@ -90,7 +90,8 @@ def run(cfg: DictConfig, source: Any, root: Path) -> Measured:
         for x, y in text_of(cfg, source, stream):
             H, targets = task.hidden(x), y.flatten()
             passed.append(measure.passed(H, targets, space))
-            sample.append((H[-read % stride :: stride].clone(), targets[-read % stride :: stride]))
+            spread = every(stride, read)
+            sample.append((H[spread].clone(), targets[spread]))
             read += len(H)
             if taken < step:
                 seen = (targets != measure.IGNORE)[: step - taken].nonzero()[:, 0]
@@ -123,6 +124,11 @@ def run(cfg: DictConfig, source: Any, root: Path) -> Measured:
         values, _ = measure.quantiles(each, weights, shares)
         rows += [row(f"lost/{name}", share, value) for share, value in zip(shares, values, strict=True)]
     return Measured({name: float(value) for name, value in found.items()}, rows, parents, str(device))
+
+
+def every(stride: int, read: int) -> slice:
+    """Of a batch in front of which `read` tokens lie, those at multiples of stride in the whole text."""
+    return slice(-read % stride, None, stride)
 
 
 def ranks_of(s: torch.Tensor, targets_N: torch.Tensor, contexts: list[int]) -> dict[str, float]:
