@@ -25,25 +25,32 @@ WIDTHS, VOCAB, GRADIENTS = (8, 32, 128, 512), 1024, ("isotropic", "untrained")  
 
 
 def null_model(r: Results):
-    """Lost fraction against D/V: the null's curve, drawn heads on it, published ranges beside the models' nulls."""
-    if not (r.runs["experiment"] == "propositions").any():
-        raise Missing("no run of propositions")
+    """Lost fraction against D/V: the null's curve with drawn heads and measured models; published ranges and nulls."""
+    measured = r.runs[r.runs["experiment"] == "pretrained"]
+    drawn = (r.runs["experiment"] == "propositions").any()
+    if not drawn and measured.empty:
+        raise Missing("no run of propositions or pretrained")
     figure, (ax, near) = new(9.4, 4.4, 2)
     x = np.logspace(-3, 0, 400)[:-1]
     for axis in (ax, near):
         axis.plot(x, np.sqrt(1 - x), color=BLACK, lw=1.4)
         axis.set_xscale("log")
         axis.set_xlabel("D/V")
-    for width in WIDTHS:
+    for width in WIDTHS if drawn else ():
         isotropic, untrained = (r.values("propositions", "drawn", f"null/{k}_{width}_lost") for k in GRADIENTS)
         mean_ci(ax, width / VOCAB, isotropic, BLUE)
         ax.plot(width / VOCAB, untrained.mean(), "o", mfc="none", ms=11, color=ORANGE)
+    for arm, rows in measured.groupby("arm") if len(measured) else ():
+        at, lost = (rows["head/rank"] / rows["rank/vocabulary"]).mean(), rows["head/lost"].mean()
+        ax.plot(at, lost, "D", color=PURPLE, ms=5, zorder=4)
+        ax.annotate(arm, (at, lost), (-4, -12), textcoords="offset points", ha="right", color=PURPLE, fontsize=8)
     ax.set_xlim(4e-3, 1)
     ax.set_ylim(0, 1.05)
     ax.set_ylabel("lost fraction (of the norm)")
-    ax.set_title("drawn heads on sqrt(1 - D/V)")
-    ax.text(0.05, 0.16, "filled: isotropic gradient", color=BLUE, fontsize=9, transform=ax.transAxes)
-    ax.text(0.05, 0.09, "hollow: gradient of an untrained head", color=ORANGE, fontsize=9, transform=ax.transAxes)
+    ax.set_title("drawn heads and measured models on sqrt(1 - D/V)", fontsize=9.5)
+    if drawn:
+        ax.text(0.05, 0.16, "filled: isotropic gradient", color=BLUE, fontsize=9, transform=ax.transAxes)
+        ax.text(0.05, 0.09, "hollow: gradient of an untrained head", color=ORANGE, fontsize=9, transform=ax.transAxes)
 
     p = r.claims.published
     families, olmo = p["lost.range"], p["lost.olmo2_1b"]
@@ -54,7 +61,7 @@ def null_model(r: Results):
         near.plot(at, null, "o", color=BLACK, ms=4, zorder=3)
         shift, side = ((-6, -9), "right") if arm in ("gpt2", "smollm2_135m") else ((6, 3), "left")
         near.annotate(name, (at, null), shift, textcoords="offset points", ha=side, color=GREY, fontsize=8)
-        if len(found := r.runs[(r.runs["experiment"] == "pretrained") & (r.runs["arm"] == arm)]):
+        if len(found := measured[measured["arm"] == arm]):
             near.plot(at, found["head/lost"].mean(), "o", color=BLUE, ms=5, zorder=4)
     at = MODELS["olmo2_1b"][1] / MODELS["olmo2_1b"][2]
     middle, half = (olmo.low + olmo.high) / 2, (olmo.high - olmo.low) / 2
@@ -138,18 +145,19 @@ def sweep(r: Results):
         arms = [WHOLE[family] if k == 1 else f"{family}_{k}" for k in ks]
         losses = [r.values("head_sweep", arm) for arm in arms]
         axes[0].plot([width / k for k in ks], [x.mean() for x in losses], color=colour, lw=1)
+        dodge = 1.03 if family == "backward" else 0.97
         for k, loss in zip(ks, losses, strict=True):
-            mean_ci(axes[0], width / k, loss, colour)
+            mean_ci(axes[0], dodge * width / k, loss, colour)
             if k > 1:
-                mean_ci(axes[1], width / k, stats.paired(loss, losses[0], complete=False), colour)
+                mean_ci(axes[1], dodge * width / k, stats.paired(loss, losses[0], complete=False), colour)
         axes[1].plot([width / k for k in ks[1:]], [(x - losses[0]).mean() for x in losses[1:]], color=colour, lw=1)
         axes[0].text(0.97, 0.95 - 0.07 * (family == "backward"), label, color=colour, ha="right",
                      transform=axes[0].transAxes, va="top")  # fmt: skip
     axes[0].set_ylabel("validation loss (nats)")
     axes[1].axhline(0, color=BLACK, lw=0.8)
-    axes[1].set_ylabel("penalty over the full head (nats)")
+    axes[1].set_ylabel("penalty over its own head of full width (nats)")
     axes[0].set_title("final loss")
-    axes[1].set_title("what rank D costs, by seed")
+    axes[1].set_title("what rank D costs, paired over seeds")
     for ax in axes:
         ax.set_xscale("log", base=2)
         ticks = sorted({width / k for k in [1, *shares(r, "head_sweep", "narrow")]})
@@ -199,7 +207,7 @@ def head_over_training(r: Results):
             mean_ci(axes[0], at, lost, colour)
             axes[0].plot(at, null.mean(), "_", color=BLACK, ms=14, zorder=4)
             mean_ci(axes[1], at, kept, colour)
-        axes[0].text(0.35, 0.2 - 0.07 * (family == "backward"), label, color=colour, transform=axes[0].transAxes)
+        axes[1].text(1.03, 0.9 - 0.09 * (family == "backward"), label, color=colour, transform=axes[1].transAxes)
     axes[1].axhline(1, color=BLACK, lw=0.8)
     axes[0].set_title("lost fraction at the end (bars: the null)")
     axes[1].set_title("kept energy over that of the null")
@@ -282,6 +290,8 @@ def scaling_figure(r: Results):
             ax.plot(mine.index, mine, style, marker="o", ms=3.5, color=colour, lw=1.2)
         ax.text(0.97, 0.95 - 0.07 * i, f"width {width:g}", color=colour, ha="right", transform=ax.transAxes)
     ax.set_xscale("log", base=2)
+    low, high = ax.get_ylim()
+    ax.set_ylim(low, high + 0.3 * (high - low))  # room for the labels
     ax.set_xlabel("D (dotted, dashed, solid: more tokens)")
     ax.set_ylabel("validation loss (nats)")
     labels = {"without_d": "parameters, tokens", "with_d": "parameters, tokens, D", "width": "width, tokens",
@@ -357,8 +367,7 @@ def draws(r: Results):
                     values = 100 * r.values("spamlang", f"{kind}_{v}{suffix}", "val_accuracy")
                 except Missing:
                     continue
-                if kind == "v":
-                    mean_ci(ax, v, values, colour)
+                mean_ci(ax, v * (1 if kind == "v" else 1.06), values, colour)
                 at.append(v)
                 means.append(values.mean())
             ax.plot(at, means, style, color=colour, lw=1.2)
@@ -379,7 +388,7 @@ def draws(r: Results):
             right.text(at[-1][0] * 1.15, at[-1][1], f"{held} draws", color=colour, va="center")
     ax.set_title("positions fixed (solid: untied, dotted: tied)")
     right.set_title("draws of a symbol held, AdamW, untied")
-    ax.set_ylabel("accuracy at the best rate (%)")
+    ax.set_ylabel("accuracy at the rate of the lowest loss (%)")
     for axis in (ax, right):
         axis.set_xscale("log", base=2)
         axis.set_xticks(SYMBOLS, [f"{v // 1024}k" for v in SYMBOLS])
@@ -446,6 +455,8 @@ def moved(r: Results):
         ax.set_yscale("log")
         ax.set_xlabel("position, largest |G| first (dotted: in its own order)")
         ax.set_title(f"{quantity}: solid before, dashed after the projection", fontsize=9.5)
+    axes[0].set_ylabel("mean square of a coefficient")
+    axes[1].set_ylabel("variance of it over the tokens")
     return figure
 
 
@@ -485,18 +496,22 @@ FIGURES = {
     ),
     "null_model": (
         null_model,
-        ["propositions"],
-        "The share of the logit gradient's norm outside col(W) where gradient and head have no relation; black points: "
-        "the null of each model, blue: measured, bar: OLMo2-1B over its training as published",
+        ["propositions", "pretrained"],
+        "The share of the logit gradient's norm outside col(W), against a gradient without relation to the head "
+        "(line); black points: the null of each model, blue and diamonds: measured, bar: OLMo2-1B as published",
     ),
     "spectrum": (spectrum, ["pretrained"], "Rank of the logit gradient against the batch, and its spectrum"),
-    "moved": (moved, ["pretrained"], "Coefficients of the logit gradient before and after the projection on col(W)"),
+    "moved": (moved, ["pretrained"], "Coefficients of the logit gradient before and after the projection"),
     "directions": (
         directions,
         ["update_direction"],
         "Fall of the loss as the logits move, at equal size",
     ),
     "scaling": (scaling_figure, ["scaling"], "Loss over D, width and tokens, and laws with and without D"),
-    "spamlang": (spamlang, ["spamlang"], "SpamLang: accuracy over V and learning rate, one seed"),
-    "draws": (draws, ["spamlang"], "SpamLang at the best rate: over V, and with the draws of a symbol held"),
+    "spamlang": (spamlang, ["spamlang_rates"], "SpamLang: accuracy over V and learning rate, one seed"),
+    "draws": (
+        draws,
+        ["spamlang"],
+        "SpamLang at the rate of the lowest loss: over V, and with the draws of a symbol held",
+    ),
 }

@@ -102,8 +102,8 @@ def no_effect_verdict(low: float, high: float, null: float, margin: float | list
 
 
 def ordering_verdict(steps: list[stats.Estimate]) -> str:
-    """Every adjacent paired difference above 0 with its interval; else all means above 0; else one that speaks against it:
-    its interval below 0, or inside the margin of no effect."""
+    """Every adjacent paired difference above 0 with its interval; else all means above 0; else whether one speaks
+    against it: its interval lies below 0, or inside the margin of no effect."""
     if all(step.low > 0 for step in steps):
         return REPRODUCED
     if all(step.mean > 0 for step in steps):
