@@ -16,19 +16,22 @@ import torch.distributed as dist
 
 from backrank import run
 from backrank.data.tokens import TokenStream
+from backrank.rundir import RunDir
 from backrank.trainer import Trainer
 
 ROW = 11  # targets of the first row that `uneven` leaves out of supervision
 
 
 @contextmanager
-def doing(stop=None, fail=None, die=None, uneven=False, rank=0):
+def doing(stop=None, fail=None, die=None, uneven=False, apart=False, rank=0):
     """stop, fail, die: steps after which process `rank` gets SIGTERM, fails to measure, or fails in training.
 
+    apart: it has a folder of its own, where the run is further on.
     uneven: the first row of every batch has fewer supervised targets than the others.
     """
     mine = int(os.environ.get("RANK", "0")) == rank
     after_step, measure, batch_at = Trainer.after_step, Trainer.measure, TokenStream.batch_at
+    load = RunDir.load
 
     def then(self):
         if mine and self.step == stop:
@@ -47,7 +50,11 @@ def doing(stop=None, fail=None, die=None, uneven=False, rank=0):
         y[0, :ROW] = -100
         return x, y
 
+    def elsewhere(self):
+        return {"step": 99} if mine and apart else load(self)
+
     with (
+        mock.patch.object(RunDir, "load", elsewhere),
         mock.patch.object(Trainer, "after_step", then),
         mock.patch.object(Trainer, "measure", spoilt),
         mock.patch.object(TokenStream, "batch_at", masked if uneven else batch_at),

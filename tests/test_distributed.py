@@ -86,6 +86,7 @@ def ended(tiny, tmp_path_factory):
     cases |= {
         "held": [*SHORT, "parallel=ddp"],
         "no rate": [*SHORT, "optim.lr=0", "parallel=ddp"],
+        "apart": ([*SHORT, "parallel=ddp"], {"apart": True, "rank": 1}),
         "no parent": [*SHORT, "parent=000000000000", "parallel=ddp"],
         "unmeasured": ([*SHORT, "every.eval=5", "parallel=fsdp"], {"fail": 5}),
         "diverged": [*SHORT, "optim=sgd", "optim.lr=1e30", "optim.clip=0", "parallel=fsdp"],
@@ -201,7 +202,7 @@ def test_a_failure_to_keep_pieces_leaves_the_old_checkpoint(train, alone, monkey
 def test_what_ends_one_process_ends_all(ended):
     """Bad input, a run in other hands, a failed measurement, a loss that is no number: the same exit code in all."""
     root, codes = ended
-    expected = {"held": 0, "no rate": 2, "no parent": 2, "unmeasured": 1, "diverged": 1}
+    expected = {"held": 0, "no rate": 2, "no parent": 2, "apart": 2, "unmeasured": 1, "diverged": 1}
     assert {name: codes[name] for name in expected} == {name: (code, code) for name, code in expected.items()}
     assert left(root, "unmeasured").read("failed.json")["message"] == "cannot measure"
     assert left(root, "diverged").read("failed.json")["diverged"]

@@ -43,8 +43,8 @@ def null_model(r: Results):
     for arm, rows in measured.groupby("arm") if len(measured) else ():
         at, lost = (rows["head/rank"] / rows["rank/vocabulary"]).mean(), rows["head/lost"].mean()
         ax.plot(at, lost, "D", color=PURPLE, ms=5, zorder=4)
-        ax.annotate(arm, (at, lost), (-4, -12), textcoords="offset points", ha="right", color=PURPLE, fontsize=8)
-    ax.set_xlim(4e-3, 1)
+        ax.annotate(arm.removesuffix("_start").removesuffix("_end"), (at, lost), (-4, -12), textcoords="offset points", ha="right", color=PURPLE, fontsize=8)
+    ax.set_xlim(2e-3, 1)
     ax.set_ylim(0, 1.05)
     ax.set_ylabel("lost fraction (of the norm)")
     ax.set_title("drawn heads and measured models on sqrt(1 - D/V)", fontsize=9.5)
@@ -213,7 +213,7 @@ def head_over_training(r: Results):
     axes[1].set_title("kept energy over that of the null")
     for ax in axes:
         ax.set_xscale("log", base=2)
-        ax.set_xlabel("D (of the backward arms: the rank that is passed back)")
+        ax.set_xlabel("D, or the rank that is passed back")
     return figure
 
 

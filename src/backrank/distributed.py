@@ -195,6 +195,8 @@ class Processes(Parallel):
         ends: list[Any] = [None] * self.world
         mine = (exit_code(error), f"{type(error).__name__}: {error}") if error else None
         dist.all_gather_object(ends, mine, group=self.control)
+        if any(ends):  # all leave by what is raised here
+            self.listening = False
         for rank, end in enumerate(ends):
             if end and error and rank == self.rank:
                 raise error
@@ -321,7 +323,7 @@ class Fsdp(Processes):
                 i: {k: like(params[i], v) if v.shape == params[i].shape else v for k, v in of.items()}
                 for i, of in state["optimiser"]["state"].items()
             }
-            state = {
+            state = state | {
                 "task": {name: like(now[name], value) for name, value in state["task"].items()},
                 "optimiser": {**state["optimiser"], "state": moments},
             }

@@ -235,7 +235,7 @@ def fit(
         )
         made = False
         with parallel.agreeing():
-            parallel.tell((cfg, rundir.id))  # all is well here: the others build the same
+            parallel.tell((cfg, rundir.id, state and state["step"]))  # all is well here: the others build the same
         if trainer is None:
             recorder.truncate({})
             recorder.metrics(1, measured.metrics)
@@ -320,7 +320,7 @@ def fit(
 
 def follow(parallel: Processes) -> None:
     """What every process but the first does: builds the same, trains along, and ends as that one does (Elsewhere)."""
-    cfg, identity = parallel.told()
+    cfg, identity, step = parallel.told()
     from .build import build
     from .trainer import Interrupted, NonFiniteLoss
 
@@ -329,6 +329,9 @@ def follow(parallel: Processes) -> None:
     with parallel.agreeing():
         trainer, _ = build(cfg, data.load(cfg.data), rundir, Silent(), parallel)
         state = rundir.load()
+        if (state and state["step"]) != step:  # two machines with a folder each would sum gradients of two models
+            problem = f"has the run at step {state and state['step']}, that of the first process at {step}"
+            raise ConfigError("runs", rundir.root, problem, "Name a folder that all processes share")
     if state is None or "optimiser" in state:
         if state is not None:
             trainer.restore(state)
