@@ -43,7 +43,8 @@ def null_model(r: Results):
     for arm, rows in measured.groupby("arm") if len(measured) else ():
         at, lost = (rows["head/rank"] / rows["rank/vocabulary"]).mean(), rows["head/lost"].mean()
         ax.plot(at, lost, "D", color=PURPLE, ms=5, zorder=4)
-        ax.annotate(arm.removesuffix("_start").removesuffix("_end"), (at, lost), (-4, -12), textcoords="offset points", ha="right", color=PURPLE, fontsize=8)
+        name = arm.removesuffix("_start").removesuffix("_end")
+        ax.annotate(name, (at, lost), (-4, -12), textcoords="offset points", ha="right", color=PURPLE, fontsize=8)
     ax.set_xlim(2e-3, 1)
     ax.set_ylim(0, 1.05)
     ax.set_ylabel("lost fraction (of the norm)")
