@@ -57,12 +57,16 @@ def test_named_make_targets_exist():
         assert any(re.fullmatch(p, target) for p in patterns), target
 
 
-def test_the_readmes_intervention_runs_as_it_stands(train, monkeypatch, tmp_path):
+def test_the_readmes_intervention_runs_as_it_stands(train, monkeypatch, tmp_path, request):
     """The example is one file: imported under its own name, chosen by config, and without effect at a huge norm."""
+    from hydra.core.config_store import ConfigStore
+
     import backrank.interventions as package
     from backrank.plugins import discover
 
     code = re.search(r"```python\n# src/backrank/interventions/(\w+)\.py\n(.*?)```", README, flags=re.DOTALL)
+    choices = ConfigStore.instance().repo["intervention"]
+    request.addfinalizer(lambda: choices.pop(f"{code[1]}.yaml", None))  # nothing stays for other tests of this process
     (tmp_path / f"{code[1]}.py").write_text(code[2])
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
     found = discover(package.__name__, [str(tmp_path)], package.Intervention, "intervention")
