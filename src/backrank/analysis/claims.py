@@ -89,14 +89,8 @@ class Claim:
     @property
     def names(self) -> list[str]:
         """The arms this claim reads."""
-        flat = [
-            *np.ravel(self.arm or []),
-            self.minus,
-            self.over,
-            self.baseline,
-            self.other_baseline,
-            *(self.arms or []),
-        ]
+        flat = [*np.ravel(self.arm or []), self.minus, self.over, self.baseline, self.other_baseline]
+        flat += self.arms or []
         flat += [arm for pair in self.pairs or [] for arm in pair]
         return list(dict.fromkeys(str(arm) for arm in flat if isinstance(arm, str)))
 
